@@ -1,0 +1,95 @@
+// finalize_: from the partials to the control block and the scalars of every slot.
+#include <cmath>
+
+#include "../checks.h"
+#include "../math.h"
+#include "ops.h"
+
+namespace fusedaccum {
+namespace {
+
+// The fixed tree over chunks: lane = chunk index modulo kLanes, then halving. Chunks of inactive slots count as
+// zero, so that a chunk's place in the tree never depends on which parameters took part.
+double active_sum(const double* partials, const SlotTable& table, const uint8_t* active) {
+  double lanes[kLanes] = {};
+  for (int64_t slot = 0; slot < table.size(); ++slot) {
+    if (!active[slot]) continue;
+    const Slot& row = table.at(slot, "active", static_cast<size_t>(slot));
+    const int64_t end = row.first_chunk + n_chunks(row.n_elems);
+    for (int64_t chunk = row.first_chunk; chunk < end; ++chunk) lanes[chunk % kLanes] += partials[chunk];
+  }
+  for (int64_t stride = kLanes / 2; stride > 0; stride /= 2) {
+    for (int64_t i = 0; i < stride; ++i) lanes[i] += lanes[i + stride];
+  }
+  return lanes[0];
+}
+
+// Neighbouring slots mostly share group and step, and the powers in the bias corrections are the cost here.
+template <typename Hyper, typename Scalars, typename Formula>
+void write_scalars(const SlotTable& table, const uint8_t* active, const Tensor& hyper, float* steps, Tensor& scalars,
+                   double grad_multiplier, const Formula& formula) {
+  const Hyper* const groups = static_cast<const Hyper*>(hyper.const_data_ptr());
+  Scalars* const rows = static_cast<Scalars*>(scalars.mutable_data_ptr());
+  int64_t last = -1;
+  for (int64_t slot = 0; slot < table.size(); ++slot) {
+    if (!active[slot]) continue;
+    steps[slot] += 1.0f;
+    const int64_t group = table.rows()[slot].group;
+    if (last >= 0 && table.rows()[last].group == group && steps[last] == steps[slot]) {
+      rows[slot] = rows[last];
+    } else {
+      rows[slot] = formula(groups[group], grad_multiplier, static_cast<double>(steps[slot]));
+    }
+    last = slot;
+  }
+}
+
+}  // namespace
+
+void finalize_cpu(Tensor control, Tensor scalars, Tensor steps, Tensor partials, Tensor table, Tensor hyper,
+                  Tensor active, int64_t rule, double divisor_correction, double max_norm,
+                  std::optional<Tensor> extra_sum_sq, bool advance) {
+  const char* op = "finalize_";
+  check_flat({op, "control"}, control, ScalarType::Double, kControl);
+  check_flat({op, "partials"}, partials, ScalarType::Double, 0);
+  check_rows({op, "scalars"}, scalars, ScalarType::Float, kScalarColumns);
+  check_rows({op, "hyper"}, hyper, ScalarType::Double, kHyperColumns);
+  check_rows({op, "table"}, table, ScalarType::Long, kSlotColumns);
+  const int64_t n_slots = table.size(0);
+  check_flat({op, "steps"}, steps, ScalarType::Float, n_slots);
+  check_flat({op, "active"}, active, ScalarType::Byte, n_slots);
+  FA_CHECK(scalars.size(0) >= n_slots, op, ": scalars has ", scalars.size(0), " rows; accepted: at least ", n_slots);
+  FA_CHECK(rule == kAdam || rule == kSgd, op, ": rule is ", rule, "; accepted: 0 (Adam), 1 (SGD)");
+  if (extra_sum_sq.has_value()) check_flat({op, "extra_sum_sq"}, *extra_sum_sq, ScalarType::Double, 1);
+
+  const SlotTable slot_table(op, table, -1, partials.numel());
+  const uint8_t* const mask = static_cast<const uint8_t*>(active.const_data_ptr());
+  for (int64_t slot = 0; slot < n_slots; ++slot) {
+    const int64_t group = slot_table.rows()[slot].group;
+    FA_CHECK(!mask[slot] || (group >= 0 && group < hyper.size(0)), op, ": table[", slot, "] has group ", group,
+             "; accepted: 0 to ", hyper.size(0) - 1);
+  }
+  double sum_sq = active_sum(static_cast<const double*>(partials.const_data_ptr()), slot_table, mask);
+  if (extra_sum_sq.has_value()) sum_sq += *static_cast<const double*>(extra_sum_sq->const_data_ptr());
+
+  double* const block = static_cast<double*>(control.mutable_data_ptr());
+  block[kSumSq] = sum_sq;
+  block[kNorm] = std::sqrt(sum_sq) * divisor_correction;
+  block[kFoundInf] = sum_sq - sum_sq == 0.0 ? 0.0 : 1.0;
+  block[kClipCoef] = clip_coefficient(block[kNorm], max_norm);
+  block[kGradMultiplier] = block[kClipCoef] * divisor_correction;
+  if (!advance || block[kFoundInf] != 0.0) return;
+
+  float* const counts = static_cast<float*>(steps.mutable_data_ptr());
+  if (rule == kAdam) {
+    write_scalars<AdamHyper, AdamScalars>(
+        slot_table, mask, hyper, counts, scalars, block[kGradMultiplier],
+        [](const AdamHyper& h, double multiplier, double step) { return adam_scalars(h, multiplier, step); });
+  } else {
+    write_scalars<SgdHyper, SgdScalars>(
+        slot_table, mask, hyper, counts, scalars, block[kGradMultiplier],
+        [](const SgdHyper& h, double multiplier, double step) { return sgd_scalars(h, multiplier, step); });
+  }
+}
+
+}  // namespace fusedaccum

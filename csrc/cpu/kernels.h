@@ -1,0 +1,55 @@
+// The CPU kernels of one instruction set, as a table of functions on single chunks.
+#pragma once
+
+#include <cstdint>
+
+#include "../layout.h"
+
+namespace fusedaccum {
+
+enum GradType { kGradFloat = 0, kGradBFloat16, kGradHalf, kGradTypes };
+// A parameter's storage: fp32 in place, 16 bits beside an fp32 master, or 16 bits alone.
+enum ParamType { kParamFloat = 0, kParamBFloat16Master, kParamHalfMaster, kParamBFloat16, kParamHalf, kParamTypes };
+
+struct AdamChunk {
+  void* param;
+  float* master;  // null where the parameter type has none
+  float* exp_avg;
+  float* exp_avg_sq;
+  float* max_exp_avg_sq;  // null without amsgrad
+  const float* acc;
+};
+
+struct SgdChunk {
+  void* param;
+  float* master;
+  float* momentum_buffer;  // null without momentum
+  const float* acc;
+};
+
+struct Kernels {
+  const char* isa;
+  // (acc, grad, n, scale) -> sum of squares of the resulting acc
+  double (*accumulate[kGradTypes][2])(float*, const void*, int64_t, float);  // [grad type][first add]
+  double (*sum_sq)(const float*, int64_t);
+  void (*adam[kParamTypes][2])(const AdamChunk&, int64_t, const AdamScalars&);  // [param type][amsgrad]
+  void (*sgd[kParamTypes][2])(const SgdChunk&, int64_t, const SgdScalars&);     // [param type][momentum]
+};
+
+// Instruction set extensions are requested per file, by pragma, so that one set of compiler flags builds all
+// files. Other compilers and processors get the baseline, which is NEON on aarch64.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(FUSEDACCUM_BASELINE_ONLY)
+#define FA_X86_CLONES 1
+#endif
+
+const Kernels& kernels_baseline();
+#ifdef FA_X86_CLONES
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+#endif
+
+// The kernels of this process: chosen at first use from the processor and FUSEDACCUM_ISA
+// (baseline, avx2, avx512). Throws if the variable names a set that the processor or the build lacks.
+const Kernels& kernels();
+
+}  // namespace fusedaccum

@@ -1,0 +1,25 @@
+// The CPU ops, as bind.cpp registers them. fusedaccum/ops.py holds their schemas and says what they mean.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <vector>
+
+namespace fusedaccum {
+
+using torch::stable::Tensor;
+
+void accumulate_cpu(Tensor acc, Tensor partials, Tensor table, std::vector<Tensor> grads, std::vector<int64_t> slots,
+                    std::vector<int64_t> first, double scale);
+void measure_cpu(Tensor partials, Tensor acc, Tensor table, std::vector<int64_t> slots);
+void finalize_cpu(Tensor control, Tensor scalars, Tensor steps, Tensor partials, Tensor table, Tensor hyper,
+                  Tensor active, int64_t rule, double divisor_correction, double max_norm,
+                  std::optional<Tensor> extra_sum_sq, bool advance);
+void adam_step_cpu(std::vector<Tensor> params, Tensor exp_avg, Tensor exp_avg_sq, std::optional<Tensor> max_exp_avg_sq,
+                   std::optional<Tensor> master, Tensor acc, Tensor table, Tensor scalars, Tensor control,
+                   std::vector<int64_t> slots);
+void sgd_step_cpu(std::vector<Tensor> params, std::optional<Tensor> momentum_buffer, std::optional<Tensor> master,
+                  Tensor acc, Tensor table, Tensor scalars, Tensor control, std::vector<int64_t> slots);
+
+}  // namespace fusedaccum

@@ -1,0 +1,62 @@
+// Memory layout shared by every backend: what one row of each table means.
+// fusedaccum/layout.py holds the same numbers for Python; tests/test_layout.py compares the two.
+#pragma once
+
+#include <cstdint>
+
+namespace fusedaccum {
+
+// A chunk is the unit of work and of the norm: up to kChunk consecutive elements of one slot.
+// 32768 fp32 elements are 128 KiB, so that a second look at a chunk (an overflowed sum) hits L2, and the
+// partials are 1/16384 of the buffer.
+constexpr int64_t kChunk = 32768;
+
+// Sums of squares run over this many lanes (element index modulo kLanes), then over a fixed tree. 1024 is what
+// a block of 128 threads reads in one round of 16-byte bf16 loads, and 4 KiB of fp32, which stays in L1.
+constexpr int64_t kLanes = 1024;
+
+// One row of `table`: (n_slots, kSlotColumns) int64.
+struct Slot {
+  int64_t offset_elems;         // first element in acc and in the full-size state buffers
+  int64_t n_elems;
+  int64_t first_chunk;          // first entry in partials
+  int64_t group;                // row of `hyper`
+  int64_t master_offset_elems;  // first element in master, -1: no master
+  int64_t extra_offset_elems;   // first element in max_exp_avg_sq or momentum_buffer, -1: none
+};
+constexpr int64_t kSlotColumns = 6;
+static_assert(sizeof(Slot) == kSlotColumns * sizeof(int64_t), "Slot must mirror a row of the table");
+
+// One row of `hyper`: (n_groups, kHyperColumns) float64, written by the host when a param_group changes.
+struct AdamHyper {
+  double lr, beta1, beta2, eps, weight_decay, decoupled, sign, amsgrad;
+};
+struct SgdHyper {
+  double lr, momentum, dampening, nesterov, weight_decay, unused0, sign, unused1;
+};
+constexpr int64_t kHyperColumns = 8;
+static_assert(sizeof(AdamHyper) == kHyperColumns * sizeof(double), "AdamHyper must mirror a row of hyper");
+static_assert(sizeof(SgdHyper) == kHyperColumns * sizeof(double), "SgdHyper must mirror a row of hyper");
+
+// `control`: (kControl,) float64, written by finalize_, read by the step ops and by the user.
+enum Control : int64_t { kNorm = 0, kFoundInf, kClipCoef, kGradMultiplier, kSumSq, kControl };
+
+// One row of `scalars`: (n_slots, kScalarColumns) float32, written by finalize_, read by the step ops.
+struct AdamScalars {
+  float grad_multiplier, step_size, inv_bias_correction2_sqrt, decay;
+  float beta1, one_minus_beta1, beta2, one_minus_beta2;
+  float eps, coupled_weight_decay, amsgrad, unused;
+};
+struct SgdScalars {
+  float grad_multiplier, lr, momentum, one_minus_dampening;
+  float weight_decay, nesterov, first, unused[5];
+};
+constexpr int64_t kScalarColumns = 12;
+static_assert(sizeof(AdamScalars) == kScalarColumns * sizeof(float), "AdamScalars must mirror a row of scalars");
+static_assert(sizeof(SgdScalars) == kScalarColumns * sizeof(float), "SgdScalars must mirror a row of scalars");
+
+enum Rule : int64_t { kAdam = 0, kSgd = 1 };
+
+constexpr int64_t n_chunks(int64_t n_elems) { return (n_elems + kChunk - 1) / kChunk; }
+
+}  // namespace fusedaccum

@@ -1,0 +1,272 @@
+"""The flat tensors of one device, and the ops on them.
+
+Memory, bytes an element: 4 for the accumulator; from the first boundary on 8 for Adam's two averages (4 for SGD's
+momentum), 4 for the master of a 16-bit parameter, 4 for AMSGrad's maximum. The partials are 1/4096 byte an element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import layout
+from .backends import Backend
+from .rules import Rule
+from .slot import Slot
+
+
+class Arena:
+    """Accumulator, partials, control block, masters and states of the slots on one device.
+
+    Args:
+        device: where the parameters and all buffers live.
+        backend: whose ops run on them.
+        rule: the fused update rule; None where the wrapped optimizer's own step updates the masters.
+    """
+
+    def __init__(self, device: torch.device, backend: Backend, rule: Rule | None) -> None:
+        self.device = device
+        self.backend = backend
+        self.rule = rule
+        self.layout = layout.Layout()
+        self.slots: list[Slot | None] = []  # None: its parameter has left
+        self.acc = self._zeros(0)
+        self.partials = self._zeros(0, torch.float64)
+        self.control = self._zeros(layout.CONTROL_SIZE, torch.float64)
+        self.scalars = self._zeros(0).view(0, layout.SCALAR_COLUMNS)
+        self.steps = self._zeros(0)
+        self.hyper = self._zeros(0, torch.float64).view(0, layout.HYPER_COLUMNS)
+        self.table = self._zeros(0, torch.int64).view(0, len(layout.SLOT_COLUMNS))
+        self.states: dict[str, Tensor] = {}  # name -> flat fp32 buffer laid out as acc
+        self.master = self._zeros(0)
+        self.extra = self._zeros(0)
+        self._hyper_rows: list[tuple[float, ...]] = []
+        self._active: list[int] | None = None
+        self._active_mask = self._zeros(0, torch.uint8)
+        self._version = self.acc._version
+
+    def _zeros(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(n, dtype=dtype, device=self.device)
+
+    # Slots ------------------------------------------------------------------------------------------------------
+
+    def add(self, slots: Sequence[Slot]) -> None:
+        """Gives each slot a place in the accumulator. Contents of the others are kept; their views are made anew."""
+        touched = self.written_by_others()
+        for slot in slots:
+            slot.arena, slot.index = self, len(self.slots)
+            slot.placement = self.layout.add(slot.n_elems)
+            self.slots.append(slot)
+        self.acc = self._grown(self.acc, self.layout.n_elems)
+        self.partials = self._grown(self.partials, self.layout.n_chunks)
+        self.steps = self._grown(self.steps, len(self.slots))
+        self.scalars = self._grown(self.scalars.view(-1), len(self.slots) * layout.SCALAR_COLUMNS).view(
+            -1, layout.SCALAR_COLUMNS
+        )
+        # A buffer that somebody wrote to must still count as written to under its new version counter.
+        self._version = self.acc._version - 1 if touched else self.acc._version
+        for kept in self.slots:
+            if kept is None:
+                continue
+            grad = kept.param.grad
+            was_own = grad is not None and kept.is_own(grad)
+            kept.keep_view(self.view_of(kept, self.acc))
+            if was_own:
+                kept.param.grad = kept.view
+        self.write_table()
+
+    def retire(self, slot: Slot) -> None:
+        """The slot's parameter leaves; its place stays unused."""
+        self.slots[slot.index] = None
+        slot.leave_arena()
+
+    def _grown(self, buffer: Tensor, n_elems: int) -> Tensor:
+        if buffer.numel() >= n_elems:
+            return buffer
+        grown = torch.zeros(n_elems, dtype=buffer.dtype, device=self.device)
+        grown[: buffer.numel()] = buffer
+        return grown
+
+    def write_table(self) -> None:
+        """Uploads the places and groups of all slots."""
+        rows = [
+            placement.row(0 if slot is None else slot.group)
+            for slot, placement in zip(self.slots, self.layout.placements, strict=True)
+        ]
+        table = torch.tensor(rows, dtype=torch.int64).view(-1, len(layout.SLOT_COLUMNS))
+        self.table = table.to(self.device)
+        self._active = None
+
+    def view_of(self, slot: Slot, buffer: Tensor, offset_elems: int | None = None) -> Tensor:
+        """The slot's part of a flat buffer, in the parameter's shape and memory order."""
+        assert slot.placement is not None
+        offset = slot.placement.offset_elems if offset_elems is None else offset_elems
+        return buffer[offset : offset + slot.n_elems].as_strided(slot.param.shape, slot.strides, offset)
+
+    # Accumulate -------------------------------------------------------------------------------------------------
+
+    def accumulate(self, slots: Sequence[Slot], grads: Sequence[Tensor], scale: float) -> None:
+        """Adds dense gradients, each in its slot's memory order, and makes ``.grad`` the accumulator.
+
+        A slot whose parameter has no ``.grad`` is stored to, not added to.
+        """
+        first = [slot.param.grad is None for slot in slots]
+        touched = self.written_by_others()
+        self.backend.accumulate_(
+            self.acc, self.partials, self.table, grads, [slot.index for slot in slots], first, scale
+        )
+        self._wrote(touched)
+        if True in first:
+            for slot, is_first in zip(slots, first, strict=True):
+                if is_first:
+                    slot.param.grad = slot.view
+
+    def measure(self, slots: Sequence[Slot]) -> None:
+        """Recomputes the partials of slots that something other than ``accumulate`` wrote to."""
+        self.backend.measure_(self.partials, self.acc, self.table, [slot.index for slot in slots])
+
+    def measure_if_written(self, slots: Sequence[Slot]) -> None:
+        """Brings the partials of ``slots`` (all that hold a gradient) up to date if somebody else wrote to any."""
+        if self.written_by_others():
+            self.measure(slots)
+            self._version = self.acc._version
+
+    def scale(self, slots: Sequence[Slot], factor: float) -> None:
+        """Multiplies the accumulators of ``slots``, in place."""
+        torch._foreach_mul_([slot.view for slot in slots if slot.view is not None], factor)
+        self._version = self.acc._version
+        self.measure(slots)
+
+    def written_by_others(self) -> bool:
+        """Whether somebody wrote to the accumulator (through any ``.grad``) since the last op of ours."""
+        return self.acc._version != self._version
+
+    def _wrote(self, touched: bool) -> None:
+        """Our own write: bump the version as an in-place op does, so that a graph that saved a ``.grad`` notices."""
+        torch.autograd.graph.increment_version(self.acc)
+        if not touched:
+            self._version = self.acc._version
+
+    def own_write(self, slot: Slot, value: Tensor) -> None:
+        """Copies ``value`` (any dtype, the parameter's shape) into the slot's accumulator and measures it."""
+        touched = self.written_by_others()
+        slot.keep_view(self.view_of(slot, self.acc))
+        assert slot.view is not None
+        slot.view.copy_(value)
+        self.measure([slot])
+        self._wrote(touched)
+
+    def add_sparse(self, slot: Slot, grad: Tensor, scale: float) -> None:
+        """Adds a sparse COO gradient: its values are summed in fp32, over repeated indices too."""
+        touched = self.written_by_others()
+        assert slot.view is not None
+        if slot.param.grad is None:
+            slot.view.zero_()
+            slot.param.grad = slot.view
+        slot.view.add_(grad.to(torch.float32).coalesce(), alpha=scale)
+        self.measure([slot])
+        self._wrote(touched)
+
+    # Boundary ---------------------------------------------------------------------------------------------------
+
+    def ensure_state(self, active: Sequence[Slot], with_extra: Sequence[bool], with_master: Sequence[bool]) -> bool:
+        """Allocates what the rule keeps for ``active`` slots. Returns whether any view was made anew."""
+        names = self.rule.state_names if self.rule is not None else ()
+        layout_before = (self.layout.n_master_elems, self.layout.n_extra_elems)
+        grew = self.states_are_behind()
+        new_masters = []
+        for slot, extra, master in zip(active, with_extra, with_master, strict=True):
+            assert slot.placement is not None
+            if extra:
+                self.layout.add_extra(slot.placement)
+                slot.has_extra = True
+            if master and not slot.has_master:
+                self.layout.add_master(slot.placement)
+                slot.has_master = True
+                new_masters.append(slot)
+        if grew:
+            for name in names:
+                self.states[name] = self._grown(self.states.get(name, self._zeros(0)), self.layout.n_elems)
+        if layout_before != (self.layout.n_master_elems, self.layout.n_extra_elems):
+            self.master = self._grown(self.master, self.layout.n_master_elems)
+            self.extra = self._grown(self.extra, self.layout.n_extra_elems)
+            self.write_table()
+            grew = True
+        for slot in new_masters:
+            self.master_view(slot).copy_(slot.param.detach())
+            slot.remember_value()
+        return grew
+
+    def states_are_behind(self) -> bool:
+        """Whether the rule's states do not yet cover all slots."""
+        names = self.rule.state_names if self.rule is not None else ()
+        return any(name not in self.states or self.states[name].numel() < self.layout.n_elems for name in names)
+
+    def master_view(self, slot: Slot) -> Tensor:
+        """The fp32 master of a 16-bit parameter, in its shape."""
+        assert slot.placement is not None
+        return self.view_of(slot, self.master, slot.placement.master_offset_elems)
+
+    def state_views(self, slot: Slot) -> dict[str, Tensor]:
+        """What ``optimizer.state[param]`` holds: torch's names for the rule's state, and the master."""
+        assert slot.placement is not None
+        views: dict[str, Tensor] = {}
+        if self.rule is not None:
+            if self.rule.counts_steps:
+                views["step"] = self.steps[slot.index]
+            views.update({name: self.view_of(slot, buffer) for name, buffer in self.states.items()})
+            if slot.placement.extra_offset_elems >= 0:
+                views[self.rule.extra_name] = self.view_of(slot, self.extra, slot.placement.extra_offset_elems)
+        if slot.placement.master_offset_elems >= 0:
+            views["master_param"] = self.master_view(slot)
+        return views
+
+    def finalize(
+        self,
+        active: list[int],
+        hyper_rows: list[tuple[float, ...]],
+        divisor_correction: float,
+        max_norm: float | None,
+        extra_sum_sq: Tensor | None,
+        advance: bool,
+    ) -> None:
+        """Fills the control block, and with ``advance`` the scalars and step counts, for the active slots."""
+        if hyper_rows != self._hyper_rows:
+            self.hyper = torch.tensor(hyper_rows, dtype=torch.float64).view(-1, layout.HYPER_COLUMNS).to(self.device)
+            self._hyper_rows = hyper_rows
+        self.backend.finalize_(
+            self.control,
+            self.scalars,
+            self.steps,
+            self.partials,
+            self.table,
+            self.hyper,
+            self._mask(active),
+            self.rule.id if self.rule is not None else layout.RULE_SGD,
+            divisor_correction,
+            math.inf if max_norm is None else max_norm,
+            extra_sum_sq,
+            advance and self.rule is not None,
+        )
+
+    def _mask(self, active: list[int]) -> Tensor:
+        """(n_slots,) uint8, uploaded only when the set of active slots is another than last time."""
+        if active != self._active:
+            mask = torch.zeros(len(self.slots), dtype=torch.uint8)
+            mask[active] = 1
+            self._active_mask = mask.to(self.device)
+            self._active = active
+        return self._active_mask
+
+    def sum_sq(self, active: list[int], hyper_rows: list[tuple[float, ...]]) -> Tensor:
+        """(1,) float64: the sum of squares over the active slots' partials, for a norm over several devices."""
+        self.finalize(active, hyper_rows, 1.0, None, None, advance=False)
+        return self.control[layout.SUM_SQ : layout.SUM_SQ + 1].clone()
+
+    def step(self, params: Sequence[Tensor], active: list[int]) -> None:
+        """Updates the active slots' parameters, masters and states by the rule, unless found_inf is set."""
+        assert self.rule is not None
+        self.rule.step(self, params, active)

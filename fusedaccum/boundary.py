@@ -1,0 +1,187 @@
+"""The end of a window: what takes part, norm and skip, and the update."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import layout
+from .arena import Arena
+from .delegate import Delegate
+from .registry import Registry
+from .rules import Rule
+from .slot import Slot
+
+
+class Boundary:
+    """Steps the parameters that hold a gradient.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        rule: its fused rule; None where its own ``step`` runs.
+        registry: its parameters.
+        masters: whether 16-bit parameters get an fp32 master.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, rule: Rule | None, registry: Registry, masters: bool
+    ) -> None:
+        self._optimizer = optimizer
+        self._rule = rule
+        self._registry = registry
+        self._masters = masters
+        self._delegate = Delegate(optimizer) if rule is None else None
+
+    def run(self, divisor_correction: float, max_norm: float | None) -> None:
+        """One boundary over everything that holds a gradient; nothing where nothing does.
+
+        Args:
+            divisor_correction: factor from the accumulator to the true gradient.
+            max_norm: of all gradients together; None for no clip.
+        """
+        active = self._active_slots()
+        if not active:
+            return
+        self._ensure_state(active)
+        self._finalize(active, divisor_correction, max_norm, advance=True)
+        if self._delegate is not None:
+            self._delegate.run(active)
+            return
+        for hook in self._optimizer._optimizer_step_pre_hooks.values():
+            hook(self._optimizer, (), {})
+        for arena, slots in active.items():
+            params = [slot.param for slot in slots]
+            arena.step(params, [slot.index for slot in slots])
+            torch.autograd.graph.increment_version(params)
+            for slot in slots:
+                slot.version += 1
+        # A scheduler built on the wrapped optimizer warns when that seems never to have stepped.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        for post_hook in self._optimizer._optimizer_step_post_hooks.values():
+            post_hook(self._optimizer, (), {})
+
+    def norm(self) -> Tensor:
+        """0-dim float32: the norm of the gradients as they are now."""
+        active = self._active_slots()
+        if not active:
+            return torch.zeros(())
+        self._finalize(active, 1.0, None, advance=False)
+        return self.control_value(layout.NORM)
+
+    def control_value(self, entry: int) -> Tensor:
+        """A copy of one entry of the control block, as 0-dim float32."""
+        for arena in self._registry.arenas.values():
+            return arena.control[entry].to(torch.float32)
+        return torch.zeros(())
+
+    # What takes part ----------------------------------------------------------------------------------------------
+
+    def _active_slots(self) -> dict[Arena, list[Slot]]:
+        active: dict[Arena, list[Slot]] = {}
+        for slot in self._registry.slots.values():
+            grad = slot.param.grad
+            if grad is None:
+                continue
+            if not slot.is_own(grad):
+                self._registry.adopt_grad(slot, grad)
+            arena = slot.arena
+            assert arena is not None
+            slots = active.get(arena)
+            if slots is None:
+                slots = active[arena] = []
+            slots.append(slot)
+        for arena, slots in active.items():
+            arena.measure_if_written(slots)
+        return active
+
+    def _finalize(
+        self, active: dict[Arena, list[Slot]], divisor_correction: float, max_norm: float | None, advance: bool
+    ) -> None:
+        groups = self._optimizer.param_groups
+        no_rule = (0.0,) * layout.HYPER_COLUMNS
+        rows = [self._rule.hyper_row(group) if self._rule is not None else no_rule for group in groups]
+        indices = {arena: [slot.index for slot in slots] for arena, slots in active.items()}
+        sums: dict[Arena, Tensor] = {}
+        if len(active) > 1:
+            sums = {arena: arena.sum_sq(index, rows) for arena, index in indices.items()}
+        for arena, index in indices.items():
+            others = [value.to(arena.device) for other, value in sums.items() if other is not arena]
+            extra = torch.stack(others).sum(0) if others else None
+            arena.finalize(index, rows, divisor_correction, max_norm, extra, advance)
+
+    # State --------------------------------------------------------------------------------------------------------
+
+    def wants_master(self, slot: Slot) -> bool:
+        """Whether the slot's parameter is stepped through an fp32 master."""
+        return self._masters and slot.dtype is not torch.float32
+
+    def _ensure_state(self, active: dict[Arena, list[Slot]]) -> None:
+        state = self._optimizer.state
+        groups = self._optimizer.param_groups
+        extra = [self._rule is not None and self._rule.needs_extra(group) for group in groups]
+        for arena, slots in active.items():
+            stale = []
+            for slot in slots:
+                if not slot.is_own_state(state.get(slot.param)) or (extra[slot.group] and not slot.has_extra):
+                    stale.append(slot)
+                if slot.has_master and slot.was_written():
+                    self._sync_master(slot)
+            if stale or arena.states_are_behind():
+                self.adopt_state(arena, stale)
+
+    def adopt_state(self, arena: Arena, slots: list[Slot]) -> None:
+        """Room for the slots' state, filled from what ``optimizer.state`` holds for them, which it then replaces."""
+        state = self._optimizer.state
+        groups = self._optimizer.param_groups
+        extra = [
+            self._rule is not None
+            # Once there, it stays: torch too keeps max_exp_avg_sq when amsgrad is switched off.
+            and (slot.has_extra or self._rule.needs_extra(groups[slot.group]))
+            for slot in slots
+        ]
+        moved = arena.ensure_state(slots, extra, [self.wants_master(slot) for slot in slots])
+        if moved:
+            # Growth made every view anew: those in optimizer.state must follow.
+            for slot in arena.slots:
+                if slot is not None and slot.state and slot not in slots:
+                    self._fill(arena, slot)
+        for slot in slots:
+            self._fill(arena, slot)
+
+    def _fill(self, arena: Arena, slot: Slot) -> None:
+        """Makes what ``optimizer.state`` holds for the slot the arena's views, keeping the values."""
+        views = arena.state_views(slot)
+        # Without views of ours (SGD without momentum) the entry is not even created, as in torch.
+        held = self._optimizer.state[slot.param] if views else {}
+        for name, view in views.items():
+            value = held.get(name)
+            old = slot.state.get(name)
+            if isinstance(value, Tensor) and value is old:
+                pass  # ours: growth has already carried the contents over
+            elif value is not None:
+                view.copy_(torch.as_tensor(value).reshape(view.shape))
+            elif name == "master_param":
+                self._sync_master(slot)
+            else:
+                view.zero_()  # new, or somebody took it out to start afresh
+        if self._rule is not None and not self._rule.counts_steps and self._rule.extra_name in views:
+            value = held.get(self._rule.extra_name)
+            if value is not slot.state.get(self._rule.extra_name) or value is None:
+                # No buffer yet means that the next gradient becomes it, undamped.
+                arena.steps[slot.index] = 0.0 if value is None else 1.0
+        held.update(views)
+        slot.keep_state(views)
+
+    def _sync_master(self, slot: Slot) -> None:
+        """Takes what somebody wrote to a parameter into its master; where the two agree, the master's bits stay."""
+        assert slot.arena is not None
+        master = slot.arena.master_view(slot)
+        param = slot.param.detach()
+        master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(torch.float32)))
+        slot.remember_value()
+
+    def sync_masters(self, only_noticed: bool) -> None:
+        """Takes parameters into their masters: all, or those that torch says were written to."""
+        for slot in self._registry.slots.values():
+            if slot.has_master and (not only_noticed or slot.was_written()):
+                self._sync_master(slot)

@@ -1,0 +1,79 @@
+"""The ops: their schemas, and what they mean. Every backend implements these and nothing else.
+
+All flat buffers are contiguous, on one device, and laid out by ``layout.Layout``:
+
+``acc``: (n,) float32
+    The accumulator. Slot ``s`` holds ``table[s].n_elems`` elements from ``table[s].offset_elems`` on, in the memory
+    order of its parameter.
+``partials``: (n_chunks,) float64
+    For each chunk of ``acc``, the sum of squares of its elements, non-finite exactly if one of them is.
+``table``: (n_slots, 6) int64
+    ``layout.SLOT_COLUMNS``.
+``hyper``: (n_groups, 8) float64
+    The rule's settings of each param_group.
+``control``: (5,) float64
+    ``layout.NORM`` and following: norm of the gradient, found_inf (0 or 1), clip coefficient, what the step
+    multiplies the accumulator by, raw sum of squares.
+``scalars``: (n_slots, 12) float32
+    What the step of each slot needs, written by ``finalize_``.
+``steps``: (n_slots,) float32
+    Updates that each slot has had.
+
+``accumulate_``
+    ``acc[slot] = first ? scale * grad : acc[slot] + scale * grad`` for each gradient, with the partials of every chunk
+    touched. ``grads[i]``: float32, float16 or bfloat16, dense, in its slot's memory order.
+``measure_``
+    The partials of the given slots, from ``acc`` as it is: for buffers that something else has written to.
+``finalize_``
+    From the partials of the slots whose ``active`` (n_slots,) uint8 is set: ``control``, and, if ``advance`` and all
+    is finite, ``steps + 1`` and ``scalars`` of those slots. ``divisor_correction``: factor from ``acc`` to the true
+    gradient; ``max_norm``: infinity for no clip; ``extra_sum_sq``: (1,) float64 or None, sum of squares kept elsewhere
+    (another device).
+``adam_step_``, ``sgd_step_``
+    The update of the given slots, unless ``control`` says found_inf. ``params[i]``: float32, float16 or bfloat16, in its
+    slot's memory order. ``exp_avg``, ``exp_avg_sq``: (n,) float32, laid out as ``acc``; ``master``,
+    ``max_exp_avg_sq``, ``momentum_buffer``: float32, at the offsets of the slot's last two columns, None where no slot
+    has any.
+
+All raise RuntimeError on arguments that do not fit, before anything is written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import reference
+
+NAMESPACE = "fusedaccum"
+
+SCHEMAS = {
+    "accumulate_": (
+        "(Tensor(a!) acc, Tensor(b!) partials, Tensor table, Tensor[] grads, int[] slots, int[] first, float scale)"
+        " -> ()"
+    ),
+    "measure_": "(Tensor(a!) partials, Tensor acc, Tensor table, int[] slots) -> ()",
+    "finalize_": (
+        "(Tensor(a!) control, Tensor(b!) scalars, Tensor(c!) steps, Tensor partials, Tensor table, Tensor hyper,"
+        " Tensor active, int rule, float divisor_correction, float max_norm, Tensor? extra_sum_sq, bool advance) -> ()"
+    ),
+    "adam_step_": (
+        "(Tensor(a!)[] params, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? max_exp_avg_sq,"
+        " Tensor(e!)? master, Tensor acc, Tensor table, Tensor scalars, Tensor control, int[] slots) -> ()"
+    ),
+    "sgd_step_": (
+        "(Tensor(a!)[] params, Tensor(b!)? momentum_buffer, Tensor(c!)? master, Tensor acc, Tensor table,"
+        " Tensor scalars, Tensor control, int[] slots) -> ()"
+    ),
+}
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    """The fake of an op that only writes in place."""
+
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+for _name, _schema in SCHEMAS.items():
+    _library.define(_name + _schema)
+    # Serves every device that has no kernel of its own; a backend's kernel for a device takes precedence.
+    _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _nothing, lib=_library)

@@ -1,0 +1,201 @@
+"""Which parameters there are: param_groups -> slots -> arenas, kept in step with what users do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from . import validate
+from .arena import Arena
+from .capture import Capture
+from .reference import GRAD_DTYPES
+from .rules import Rule, check_group
+from .slot import Slot
+
+
+class Registry:
+    """The slots of all parameters of ``optimizer.param_groups``, by parameter, and the arenas they lie in.
+
+    Args:
+        optimizer: the wrapped optimizer; its groups are read anew whenever they have changed.
+        rule: its fused rule, or None.
+        capture: takes the parameters' gradients.
+        new_arena: makes the arena of a device.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rule: Rule | None,
+        capture: Capture,
+        new_arena: Callable[[torch.device], Arena],
+    ) -> None:
+        self._optimizer = optimizer
+        self._rule = rule
+        self._capture = capture
+        self._new_arena = new_arena
+        self.slots: dict[Tensor, Slot] = {}
+        self.arenas: dict[torch.device, Arena] = {}
+        # As last seen, to notice changes: the identities in each params list, and the parameters' dtypes and devices.
+        self._known_ids: list[list[int]] = []
+        self._params_seen: list[Tensor] = []
+        self._dtypes: list[torch.dtype] = []
+        self._devices: list[torch.device] = []
+
+    # Groups -----------------------------------------------------------------------------------------------------
+
+    def _params(self) -> Iterator[tuple[int, str, Tensor]]:
+        for g, group in enumerate(self._optimizer.param_groups):
+            for i, param in enumerate(group["params"]):
+                yield g, validate.param_name(g, group, i), param
+
+    def check_new_groups(self) -> None:
+        """Raises TypeError or ValueError for a group or parameter that is not accepted; changes nothing."""
+        for g, group in enumerate(self._optimizer.param_groups):
+            check_group(self._optimizer, self._rule, g, group)
+        for g, name, param in self._params():
+            if param not in self.slots:
+                validate.check_param(name, param)
+                self._capture.check_free(Slot(param, name, g))
+
+    def adopt_new_groups(self) -> None:
+        """Slots for new parameters; parameters that left their groups are given back to torch."""
+        present: set[Tensor] = set()
+        regrouped: set[Arena] = set()
+        for g, name, param in self._params():
+            present.add(param)
+            slot = self.slots.get(param)
+            if slot is None:
+                slot = self.slots[param] = Slot(param, name, g)
+                self._capture.attach(slot)
+            elif slot.group != g:
+                slot.group = g
+                if slot.arena is not None:
+                    regrouped.add(slot.arena)
+        for param in [param for param in self.slots if param not in present]:
+            self._give_back(self.slots.pop(param))
+        for arena in regrouped:
+            arena.write_table()
+        self._known_ids = self._ids()
+        self._params_seen = list(self.slots)
+        self._dtypes = [slot.dtype for slot in self.slots.values()]
+        self._devices = [slot.device for slot in self.slots.values()]
+
+    def _ids(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self._optimizer.param_groups]
+
+    def refresh(self, scale: float) -> None:
+        """Notices what users may have done since the last call: edited groups, moved or converted parameters.
+
+        Args:
+            scale: of a gradient that torch accumulated by itself on a converted parameter.
+        """
+        if self._ids() != self._known_ids:
+            self.check_new_groups()
+            self.adopt_new_groups()
+        params = self._params_seen
+        if [p.dtype for p in params] != self._dtypes or [p.device for p in params] != self._devices:
+            for slot in self.slots.values():
+                if slot.param.dtype is not slot.dtype or slot.param.device != slot.device:
+                    self._follow(slot, scale)
+            self.adopt_new_groups()
+
+    def _follow(self, slot: Slot, scale: float) -> None:
+        """``Module.to`` after wrapping: torch has dropped the node, hooks and all, and ``.grad`` is torch's own."""
+        was = f"{slot.dtype} on {slot.device}".removeprefix("torch.")
+        now = f"{slot.param.dtype} on {slot.param.device}".removeprefix("torch.")
+        if self._optimizer.state.get(slot.param):
+            raise RuntimeError(
+                f"{slot.name} was {was} and is now {now}, and has optimizer state; accepted: conversions before the "
+                "first step. Save a state_dict, convert the model, wrap a new optimizer and load it"
+            )
+        grad = slot.param.grad
+        if grad is not None and grad is slot.view:
+            # What torch may have added to it since has not been scaled, and cannot be told from the rest.
+            raise RuntimeError(
+                f"{slot.name} was {was} and is now {now}, and holds an accumulated gradient; accepted: conversions "
+                "while .grad is None. Call zero_grad() before converting the model"
+            )
+        validate.check_param(slot.name, slot.param)
+        self._capture.detach(slot)
+        if slot.arena is not None:
+            slot.arena.retire(slot)
+        slot.param.grad = None
+        slot.remember_tensor()
+        self._capture.attach(slot)
+        if grad is not None:
+            self.accumulate([slot], [grad], scale)
+
+    # Gradients --------------------------------------------------------------------------------------------------
+
+    def accumulate(self, slots: Sequence[Slot], grads: Sequence[Tensor], scale: float) -> None:
+        """Adds ``scale`` times each gradient, whatever its strides, layout and dtype, to its slot."""
+        late = [slot for slot in slots if slot.arena is None]
+        if late:
+            self.make_room(late)
+        dense: dict[Arena, tuple[list[Slot], list[Tensor]]] = {}
+        for slot, grad in zip(slots, grads, strict=True):
+            arena = slot.arena
+            assert arena is not None
+            current = slot.param.grad
+            if current is not None and not slot.is_own(current):
+                self.adopt_grad(slot, current)
+            if grad.layout is not torch.strided or grad.dtype not in GRAD_DTYPES:
+                validate.check_grad(slot.name, grad)
+                if grad.is_sparse:
+                    arena.add_sparse(slot, grad, scale)
+                    continue
+                grad = grad.to(torch.float32)
+            of_arena = dense.get(arena)
+            if of_arena is None:
+                of_arena = dense[arena] = ([], [])
+            of_arena[0].append(slot)
+            of_arena[1].append(slot.in_order(grad))
+        for arena, (arena_slots, arena_grads) in dense.items():
+            arena.accumulate(arena_slots, arena_grads, scale)
+
+    def adopt_grad(self, slot: Slot, grad: Tensor) -> None:
+        """A tensor that somebody else made ``.grad`` becomes the slot's contents, as it would count in torch."""
+        validate.check_grad(slot.name, grad)
+        if slot.arena is None:
+            self.make_room([slot])
+        assert slot.arena is not None
+        slot.arena.own_write(slot, grad.to_dense() if grad.is_sparse else grad)
+        slot.param.grad = slot.view
+
+    def make_room(self, late: Sequence[Slot]) -> None:
+        """Places in an arena. The first gradient brings all parameters that will have one, so that it grows once."""
+        wanted = dict.fromkeys(late)
+        wanted.update((slot, None) for slot in self.slots.values() if slot.arena is None and slot.param.requires_grad)
+        by_device: dict[torch.device, list[Slot]] = {}
+        for slot in wanted:
+            by_device.setdefault(slot.device, []).append(slot)
+        for device, slots in by_device.items():
+            arena = self.arenas.get(device)
+            if arena is None:
+                arena = self.arenas[device] = self._new_arena(device)
+            arena.add(slots)
+
+    # The end ----------------------------------------------------------------------------------------------------
+
+    def _give_back(self, slot: Slot) -> None:
+        self._capture.detach(slot)
+        param = slot.param
+        grad = param.grad
+        param.grad = None
+        param.grad_dtype = param.dtype
+        if grad is not None:
+            param.grad = grad.to(param.dtype) if grad is not slot.view else grad.to(param.dtype, copy=True)
+        if slot.arena is not None:
+            slot.arena.retire(slot)
+
+    def remove(self) -> None:
+        """Gives every parameter back to torch, with its gradient in its own dtype."""
+        self._capture.flush()
+        with torch.no_grad():
+            for slot in list(self.slots.values()):
+                self._give_back(slot)
+        self.slots.clear()
+        self.arenas.clear()

@@ -1,0 +1,118 @@
+"""A parameter under the optimizer's care, and what is known of it between two steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .layout import Placement, dense_strides, is_contiguous
+
+if TYPE_CHECKING:
+    from .arena import Arena
+
+
+class Slot:
+    """One parameter: its place in an arena, its ``.grad`` view, and what the last step left.
+
+    A slot has an arena from its first gradient on; a frozen parameter costs no memory.
+    """
+
+    __slots__ = (
+        "arena",
+        "data_ptr",
+        "device",
+        "dtype",
+        "group",
+        "has_extra",
+        "has_master",
+        "has_state",
+        "index",
+        "is_contiguous",
+        "n_elems",
+        "name",
+        "param",
+        "placement",
+        "state",
+        "strides",
+        "version",
+        "view",
+        "view_ptr",
+    )
+
+    def __init__(self, param: Tensor, name: str, group: int) -> None:
+        self.param = param
+        self.name = name
+        self.group = group
+        self.leave_arena()
+        self.remember_tensor()
+
+    def leave_arena(self) -> None:
+        """Forgets place, view and state."""
+        self.arena: Arena | None = None
+        self.index = -1
+        self.placement: Placement | None = None
+        self.view: Tensor | None = None
+        self.view_ptr = 0
+        self.forget_state()
+
+    def forget_state(self) -> None:
+        """Forgets that ``optimizer.state[param]`` held anything of ours."""
+        self.state: dict[str, Tensor] = {}
+        self.has_state = False
+        self.has_extra = False
+        self.has_master = False
+
+    def remember_tensor(self) -> None:
+        """Notes dtype, device, shape and memory order of the parameter as it is now."""
+        param = self.param
+        self.dtype = param.dtype
+        self.device = param.device
+        self.n_elems = param.numel()
+        self.strides = dense_strides(param.shape, param.stride())
+        self.is_contiguous = is_contiguous(param.shape, self.strides)
+        self.remember_value()
+
+    def remember_value(self) -> None:
+        """Notes the parameter's memory and version, to see later whether somebody else wrote to it."""
+        self.version = self.param._version
+        self.data_ptr = self.param.data_ptr()
+
+    def was_written(self) -> bool:
+        """Whether somebody wrote to the parameter, or gave it other memory, since ``remember_value``."""
+        return self.param._version != self.version or self.param.data_ptr() != self.data_ptr
+
+    def keep_view(self, view: Tensor) -> None:
+        """The slot's accumulator, which is also what ``.grad`` is while something is accumulated."""
+        self.view = view
+        self.view_ptr = view.data_ptr()
+
+    def is_own(self, grad: Tensor) -> bool:
+        """Whether ``grad`` is the accumulator. ``Module.to`` converts ``.grad`` in place: same object, other memory."""
+        return grad is self.view and grad.data_ptr() == self.view_ptr
+
+    def keep_state(self, views: dict[str, Tensor]) -> None:
+        """Notes the views that ``optimizer.state[param]`` now holds, by name."""
+        self.state = views
+        self.has_state = True
+
+    def is_own_state(self, held: dict[str, Any] | None) -> bool:
+        """Whether ``held`` (``optimizer.state[param]``) has our views. By identity: anything else is a value that
+        somebody put in their place, to be taken over."""
+        if not self.has_state:
+            return False
+        if held is None:
+            return not self.state
+        for name, view in self.state.items():
+            if held.get(name) is not view:
+                return False
+        return True
+
+    def in_order(self, tensor: Tensor) -> Tensor:
+        """``tensor`` (any strides, the parameter's shape) in this slot's memory order; a copy only if it must be."""
+        if tensor.is_neg():  # a lazily negated view: the kernels read memory as it lies
+            tensor = tensor.resolve_neg()
+        if tensor.is_contiguous() if self.is_contiguous else tensor.stride() == self.strides:
+            return tensor
+        return torch.empty_strided(tensor.shape, self.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,0 +1,99 @@
+"""Builds the native library where a compiler and torch's headers are at hand, and records what happened.
+
+Everything that is not native lives in pyproject.toml. The library uses PyTorch's stable ABI only, so one build serves
+torch 2.10 and later and every Python; a build that fails leaves the reference backend, never a failed install.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+TARGET = "((2ULL << 56) | (10ULL << 48))"  # TORCH_TARGET_VERSION: the oldest torch that the library runs on
+
+
+def find_torch() -> str | None:
+    """Why torch cannot be imported, None if it can.
+
+    An isolated build does not see the environment it builds for. Its torch is the right one to build with, so it is
+    looked for there before pip is asked to download another.
+    """
+    if importlib.util.find_spec("torch") is None:
+        for key in ("purelib", "platlib"):
+            folder = sysconfig.get_paths(vars={"base": sys.prefix, "platbase": sys.prefix})[key]
+            if (Path(folder) / "torch" / "__init__.py").exists() and folder not in sys.path:
+                sys.path.append(folder)
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed where the build can see it"
+    return None
+
+
+def record(cpu: dict[str, object]) -> None:
+    """Written into the package for `python -m fusedaccum doctor`."""
+    print(f"fusedaccum: CPU library: {'built' if cpu['built'] else 'NOT built: ' + str(cpu['reason'])}")
+    (ROOT / "fusedaccum" / "_build.json").write_text(json.dumps({"cpu": cpu}, indent=2) + "\n")
+
+
+def native() -> dict[str, object]:
+    """setup() arguments for the native library."""
+    if os.environ.get("FUSEDACCUM_NATIVE", "1") == "0":
+        record({"built": False, "reason": "FUSEDACCUM_NATIVE=0 was set at build time"})
+        return {}
+    missing = find_torch()
+    if missing is not None:
+        record({"built": False, "reason": missing})
+        # Only what is really missing: an isolated build then downloads torch, any other is told above.
+        return {"setup_requires": ["torch>=2.10"]}
+
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+    flags = ["-O3", "-std=c++17", "-fvisibility=hidden", f"-DTORCH_TARGET_VERSION={TARGET}"]
+    # No contraction: a*b+c rounds twice, on every processor. The other two change no result; they let the compiler
+    # turn selects into blends and sqrtf into an instruction.
+    flags += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
+    extension = CppExtension(
+        "fusedaccum._cpu",
+        sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cpu").glob("*.cpp")),
+        depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h")),
+        extra_compile_args={"cxx": flags},
+        py_limited_api=True,
+    )
+
+    class BuildOrRecord(BuildExtension):
+        """BuildExtension, but a failure is recorded instead of failing the install."""
+
+        def build_extensions(self) -> None:
+            try:
+                super().build_extensions()
+            except Exception as error:
+                reason = f"the compiler failed: {str(error).strip().splitlines()[0]}"
+                record({"built": False, "reason": reason})
+                self.extensions = []
+                return
+            record({"built": True, "torch": torch.__version__, "machine": platform.machine()})
+
+        def copy_extensions_to_source(self) -> None:
+            if self.extensions:
+                super().copy_extensions_to_source()
+
+        def get_outputs(self) -> list[str]:
+            return super().get_outputs() if self.extensions else []
+
+    return {
+        "ext_modules": [extension],
+        "cmdclass": {"build_ext": BuildOrRecord.with_options(no_python_abi_suffix=True)},
+        # Nothing links to Python: the tag only has to say "any Python 3 from here on".
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+    }
+
+
+setup(**native())
