@@ -106,10 +106,9 @@ class SlotTable {
   const Slot& at(int64_t slot, const char* list, size_t i) const {
     FA_CHECK(slot >= 0 && slot < n_rows_, op_, ": slots[", i, "] is ", slot, "; accepted: 0 to ", n_rows_ - 1);
     const Slot& row = rows_[slot];
-    FA_CHECK(row.offset_elems >= 0 && row.n_elems >= 0 &&
-                 (n_acc_ < 0 || row.offset_elems + row.n_elems <= n_acc_), op_, ": ", list,
-             "[", i, "] has slot ", slot, " at elements ", row.offset_elems, " to ", row.offset_elems + row.n_elems,
-             "; accepted: within the ", n_acc_, " elements of acc");
+    FA_CHECK(row.offset_elems >= 0 && row.n_elems >= 0 && (n_acc_ < 0 || row.offset_elems + row.n_elems <= n_acc_), op_,
+             ": ", list, "[", i, "] has slot ", slot, " at elements ", row.offset_elems, " to ",
+             row.offset_elems + row.n_elems, "; accepted: within the ", n_acc_, " elements of acc");
     FA_CHECK(n_partials_ < 0 || (row.first_chunk >= 0 && row.first_chunk + n_chunks(row.n_elems) <= n_partials_), op_,
              ": ", list, "[", i, "] has chunks ", row.first_chunk, " to ", row.first_chunk + n_chunks(row.n_elems),
              "; accepted: within the ", n_partials_, " entries of partials");

@@ -17,7 +17,7 @@ constexpr int64_t kLanes = 1024;
 
 // One row of `table`: (n_slots, kSlotColumns) int64.
 struct Slot {
-  int64_t offset_elems;         // first element in acc and in the full-size state buffers
+  int64_t offset_elems;  // first element in acc and in the full-size state buffers
   int64_t n_elems;
   int64_t first_chunk;          // first entry in partials
   int64_t group;                // row of `hyper`

@@ -108,12 +108,12 @@ class Arena:
 
     # Accumulate -------------------------------------------------------------------------------------------------
 
-    def accumulate(self, slots: Sequence[Slot], grads: Sequence[Tensor], scale: float) -> None:
-        """Adds dense gradients, each in its slot's memory order, and makes ``.grad`` the accumulator.
+    def accumulate(self, slots: Sequence[Slot], grads: Sequence[Tensor], first: Sequence[bool], scale: float) -> None:
+        """Adds ``scale`` times each gradient, dense and in its slot's memory order.
 
-        A slot whose parameter has no ``.grad`` is stored to, not added to.
+        Where ``first`` is set the parameter had no ``.grad``: the gradient is stored, not added, and ``.grad`` becomes
+        the accumulator.
         """
-        first = [slot.param.grad is None for slot in slots]
         touched = self.written_by_others()
         self.backend.accumulate_(
             self.acc, self.partials, self.table, grads, [slot.index for slot in slots], first, scale

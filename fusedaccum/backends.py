@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import ops, reference
+from . import layout, ops, reference
 
 NAMES = ("native", "reference")
 _PACKAGE = Path(__file__).parent
@@ -77,7 +77,7 @@ def cpu_library() -> _Library:
 
 def _isa_error() -> str:
     empty = torch.zeros(0)
-    table = torch.zeros(0, len(ops.reference.layout.SLOT_COLUMNS), dtype=torch.int64)
+    table = torch.zeros(0, len(layout.SLOT_COLUMNS), dtype=torch.int64)
     try:
         torch.ops.fusedaccum.measure_(torch.zeros(0, dtype=torch.float64), empty, table, [])
     except RuntimeError as error:

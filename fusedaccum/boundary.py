@@ -23,9 +23,7 @@ class Boundary:
         masters: whether 16-bit parameters get an fp32 master.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, rule: Rule | None, registry: Registry, masters: bool
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule | None, registry: Registry, masters: bool) -> None:
         self._optimizer = optimizer
         self._rule = rule
         self._registry = registry
@@ -83,7 +81,7 @@ class Boundary:
             if grad is None:
                 continue
             if not slot.is_own(grad):
-                self._registry.adopt_grad(slot, grad)
+                self._registry.reattach(slot, grad)
             arena = slot.arena
             assert arena is not None
             slots = active.get(arena)
@@ -131,7 +129,6 @@ class Boundary:
 
     def adopt_state(self, arena: Arena, slots: list[Slot]) -> None:
         """Room for the slots' state, filled from what ``optimizer.state`` holds for them, which it then replaces."""
-        state = self._optimizer.state
         groups = self._optimizer.param_groups
         extra = [
             self._rule is not None

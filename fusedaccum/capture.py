@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .slot import Slot
 
-Sink = Callable[[list[Slot], list[Tensor]], None]
+Sink = Callable[[list[Slot], list[Tensor], list[bool], set[Slot]], None]
 _Grads = tuple[Tensor | None, ...]
 
 _UNDEFINED: _Grads = (None,)
@@ -50,24 +50,86 @@ def node_skips_undefined() -> bool:
     return param.grad is None and posts == [True]
 
 
+class _Bucket:
+    """Gradients of one device that wait to be added, in the order they came.
+
+    The hooks hold their bucket, and the bucket its capture weakly: a node holds its hooks, the capture holds the nodes,
+    and no garbage collector sees through the C++ side.
+    """
+
+    __slots__ = ("_capture", "first", "grads", "n_bytes", "odd", "task")
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = weakref.ref(capture)
+        self.task = -1
+        """The graph task (backward call) of the last gradient."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what waits."""
+        self.grads: dict[Slot, Tensor] = {}
+        self.first: list[bool] = []
+        """For each gradient, whether its parameter had no ``.grad``."""
+        self.odd: set[Slot] = set()
+        """Slots whose gradient or present ``.grad`` is out of the ordinary."""
+        self.n_bytes = 0
+
+    def enter(self, task: int) -> bool:
+        """The first gradient of a backward. Returns whether anybody is left to take it."""
+        capture = self._capture()
+        if capture is None:
+            return False
+        self.task = task
+        capture.enter(task)
+        return True
+
+    def flush(self) -> None:
+        """Hands over what waits."""
+        capture = self._capture()
+        if capture is not None and self.grads:
+            # Emptied first: should the sink fail, the error must not repeat at every later flush.
+            grads, first, odd = self.grads, self.first, self.odd
+            self.clear()
+            with torch.no_grad():
+                capture.sink(list(grads), list(grads.values()), first, odd)
+
+
+class _EndOfBackward:
+    """Called by the engine when a backward ends. One that fails calls nobody, but drops its callbacks: what was
+    captured until then is added all the same, as torch would have."""
+
+    def __init__(self, capture: Capture, task: int) -> None:
+        self._capture = weakref.ref(capture)
+        self._task = task
+
+    def __call__(self) -> None:
+        capture = self._capture()
+        if capture is not None:
+            capture.leave(self._task)
+            capture.flush()
+
+    def __del__(self) -> None:
+        capture = self._capture()
+        if capture is not None and capture.leave(self._task):
+            capture.flush()
+
+
 class Capture:
     """Takes the gradients of the attached slots and hands them to ``sink`` in buckets.
 
     Args:
-        sink: called with slots and their gradients (any strides and layout, no slot twice), outside of grad mode.
-        bucket_bytes: gradient bytes that may wait.
+        sink: called with the arguments of ``Registry.accumulate``, outside of grad mode.
+        bucket_bytes: gradient bytes that may wait, counted in the parameters' dtypes.
         through_node: intercept before the node (the default where torch allows it) or behind it.
     """
 
     def __init__(self, sink: Sink, bucket_bytes: int, through_node: bool | None = None) -> None:
-        self._sink = sink
+        self.sink = sink
         self._bucket_bytes = bucket_bytes
         self.through_node = node_skips_undefined() if through_node is None else through_node
-        self._pending: dict[torch.device, dict[Slot, Tensor]] = {}
-        self._bytes: dict[torch.device, int] = {}
+        self._buckets: dict[torch.device, _Bucket] = {}
         self._attached: dict[Slot, list[Any]] = {}  # slot -> its node (kept alive) and the handles to remove
-        self._detached_views: dict[Slot, Tensor] = {}  # behind the node: .grad taken off for the time of a backward
-        self._task = -1  # the graph task (backward call) of the last gradient
+        self._own_grads: dict[Slot, Tensor] = {}  # behind the node: .grad while the node must not see it
         self._tasks: set[int] = set()  # those whose end will call us
 
     def attach(self, slot: Slot) -> None:
@@ -86,9 +148,15 @@ class Capture:
         node = accumulate_grad_node(param)
         # Any dtype may then be in .grad, and the engine hands the gradient over as it was produced.
         param.grad_dtype = None
-        hooks = [node, node.register_prehook(self._prehook(slot))]
-        if not self.through_node:
-            hooks.append(param.register_post_accumulate_grad_hook(self._posthook(slot)))
+        bucket = self._buckets.get(slot.device)
+        if bucket is None:
+            bucket = self._buckets[slot.device] = _Bucket(self)
+        take = self._taker(slot, bucket)
+        if self.through_node:
+            hooks = [node, node.register_prehook(take)]
+        else:
+            hooks = [node, node.register_prehook(self._clearer(slot))]
+            hooks.append(param.register_post_accumulate_grad_hook(self._behind(slot, take)))
         param.requires_grad_(requires_grad)
         self._attached[slot] = hooks
         _owners[param] = weakref.ref(self)
@@ -112,117 +180,96 @@ class Capture:
         if _owners.get(slot.param) is not None:
             del _owners[slot.param]
 
-    def flush(self) -> None:
-        """Hands over everything that waits."""
-        for device in list(self._pending):
-            self._flush(device)
-        # Behind the node: parameters whose backward broke off between the two hooks get their .grad back.
-        while self._detached_views:
-            slot, view = self._detached_views.popitem()
-            if slot.param.grad is None:
-                slot.param.grad = view
-
-    def _flush(self, device: torch.device) -> None:
-        waiting = self._pending.get(device)
-        if not waiting:
-            return
-        # Emptied first: should the sink fail, the error must not repeat at every later flush.
-        self._pending[device] = {}
-        self._bytes[device] = 0
-        if self._detached_views:
-            for slot in waiting:
-                view = self._detached_views.pop(slot, None)
-                if view is not None:
-                    slot.param.grad = view
-        with torch.no_grad():
-            self._sink(list(waiting), list(waiting.values()))
-
-    def _take(self, slot: Slot, grad: Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._enter(task)
-        if grad.requires_grad:  # create_graph=True: the buffer holds values, no graph
-            grad = grad.detach()
-        device = slot.device
-        waiting = self._pending.get(device)
-        if waiting is None:
-            waiting = self._pending[device] = {}
-            self._bytes[device] = 0
-        elif slot in waiting:
-            self._flush(device)
-            waiting = self._pending[device]
-        waiting[slot] = grad
-        # A sparse gradient's bytes are its dense ones here, which errs towards flushing early.
-        n_bytes = self._bytes[device] + slot.n_elems * grad.itemsize
-        self._bytes[device] = n_bytes
-        # Somebody's post-accumulate hook runs right after the node and is to see the sum.
-        hooks = slot.param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        if n_bytes >= self._bucket_bytes or (hooks and len(hooks) > (not self.through_node)):
-            self._flush(device)
-
-    def _enter(self, task: int) -> None:
-        """The first gradient of a backward: ask the engine to call when it ends.
-
-        A backward that fails calls nobody; what it left waiting is added by the next flush, as torch would have.
-        """
-        self._task = task
-        if task in self._tasks:
-            return
-        self._tasks.add(task)
-        this = weakref.ref(self)
-
-        def end_of_backward() -> None:
-            capture = this()
-            if capture is not None:
-                capture._tasks.discard(task)
-                capture._task = -1
-                capture.flush()
-
-        torch.autograd.Variable._execution_engine.queue_callback(end_of_backward)  # type: ignore[attr-defined]
-
-    def _prehook(self, slot: Slot) -> Callable[[_Grads], _Grads | None]:
-        # A weak reference: the node holds its hooks, the capture holds the node, and no garbage collector sees
-        # through the C++ side.
-        this = weakref.ref(self)
-        if self.through_node:
-
-            def prehook(grads: _Grads) -> _Grads | None:
-                grad = grads[0]
-                capture = this()
-                if grad is None or capture is None:
-                    return None
-                capture._take(slot, grad)
-                return _UNDEFINED
-
-        else:
-
-            def prehook(grads: _Grads) -> _Grads | None:
-                capture = this()
-                if grads[0] is None or capture is None:
-                    return None
-                param = slot.param
-                if param.grad is not None:
-                    capture._detached_views[slot] = param.grad
-                    param.grad = None
-                return None
-
-        return prehook
-
-    def _posthook(self, slot: Slot) -> Callable[[Tensor], None]:
-        this = weakref.ref(self)
-
-        def posthook(param: Tensor) -> None:
-            capture = this()
-            grad = param.grad
-            if capture is None or grad is None:
-                return
-            param.grad = None
-            capture._take(slot, grad)
-
-        return posthook
-
     def remove(self) -> None:
         """Stops everything; gradients that wait are handed over first."""
         self.flush()
         for slot in list(self._attached):
             self.detach(slot)
+
+    def flush(self) -> None:
+        """Hands over everything that waits."""
+        for bucket in self._buckets.values():
+            bucket.flush()
+
+    def enter(self, task: int) -> None:
+        """Asks the engine to call when the backward ``task`` ends."""
+        if task not in self._tasks:
+            self._tasks.add(task)
+            engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine.queue_callback(_EndOfBackward(self, task))
+
+    def leave(self, task: int) -> bool:
+        """The backward ``task`` is over. Returns whether that is news."""
+        for bucket in self._buckets.values():
+            bucket.task = -1
+        known = task in self._tasks
+        self._tasks.discard(task)
+        return known
+
+    # The hooks are written for the interpreter: one runs for every parameter and micro-batch, and a model of 1,000
+    # small parameters must not notice.
+
+    def _taker(self, slot: Slot, bucket: _Bucket) -> Callable[[_Grads], _Grads | None]:
+        """The hook that puts the slot's incoming gradient into the bucket."""
+        param = slot.param
+        dtype, is_contiguous = slot.dtype, slot.is_contiguous
+        n_bytes = slot.n_elems * param.element_size()  # gradients mostly come in the parameter's dtype
+        bucket_bytes = self._bucket_bytes
+        n_own_hooks = 0 if self.through_node else 1
+        current_task = torch._C._current_graph_task_id
+
+        def take(grads: _Grads) -> _Grads | None:
+            grad = grads[0]
+            if grad is None:
+                return None
+            task = current_task()
+            if task != bucket.task and not bucket.enter(task):
+                return None
+            if slot in bucket.grads:
+                bucket.flush()
+            bucket.grads[slot] = grad
+            # Looked at here, while the processor still has both tensors at hand.
+            current = param.grad
+            bucket.first.append(current is None)
+            if (
+                not is_contiguous
+                or grad.dtype is not dtype
+                or not grad.is_contiguous()
+                or grad.is_neg()
+                or (current is not None and current is not slot.view)
+            ):
+                bucket.odd.add(slot)
+            bucket.n_bytes += n_bytes
+            # Somebody's post-accumulate hook runs right after the node and is to see the sum.
+            hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            if bucket.n_bytes >= bucket_bytes or (hooks is not None and len(hooks) > n_own_hooks):
+                bucket.flush()
+            return _UNDEFINED
+
+        return take
+
+    # Behind the node: what its prehook takes off .grad, its post hook puts back. torch runs the two in one piece.
+
+    def _clearer(self, slot: Slot) -> Callable[[_Grads], None]:
+        """Takes ``.grad`` off the parameter, so that the node stores what comes as it is."""
+        own_grads = self._own_grads
+
+        def clear(grads: _Grads) -> None:
+            param = slot.param
+            if grads[0] is not None and param.grad is not None:
+                own_grads[slot] = param.grad
+                param.grad = None
+
+        return clear
+
+    def _behind(self, slot: Slot, take: Callable[[_Grads], _Grads | None]) -> Callable[[Tensor], None]:
+        """Takes what the node stored."""
+        own_grads = self._own_grads
+
+        def posthook(param: Tensor) -> None:
+            grad = param.grad
+            param.grad = own_grads.pop(slot, None)
+            if take((grad,)) is None and grad is not None:  # nobody is left to take it: as plain torch
+                param.grad = grad if param.grad is None else param.grad + grad
+
+        return posthook

@@ -17,6 +17,8 @@ from .slot import Slot
 if TYPE_CHECKING:
     from .optimizer import FusedAccumOptimizer
 
+_PARAM_SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_param")
+
 
 def without_unused_momentum(
     state_dict: dict[str, Any], groups: list[dict[str, Any]], registry: Registry
@@ -34,9 +36,7 @@ def without_unused_momentum(
     return {**state_dict, "state": state}
 
 
-def load(
-    optimizer: FusedAccumOptimizer, registry: Registry, boundary: Boundary, state_dict: dict[str, Any]
-) -> None:
+def load(optimizer: FusedAccumOptimizer, registry: Registry, boundary: Boundary, state_dict: dict[str, Any]) -> None:
     """``Optimizer.load_state_dict``, but that floating point state becomes fp32, not the parameter's dtype."""
     state_dict = state_dict.copy()
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -63,7 +63,7 @@ def load(
             state[key] = held
 
     for group, saved in zip(groups, saved_groups, strict=True):
-        kept = {name: group[name] for name in ("params", "param_names") if name in group}
+        kept: dict[str, Any] = {name: group[name] for name in ("params", "param_names") if name in group}
         if "param_names" in saved:
             kept.pop("param_names", None)
         saved.pop("params")
@@ -95,12 +95,11 @@ def _checked(slot: Slot, name: str, value: Any) -> Any:
     """The value on the parameter's device, fp32 if it is floating point and not a count of its own dtype."""
     if not isinstance(value, Tensor):
         return value
-    if value.dim() > 0 and name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_param"):
-        if value.shape != slot.param.shape:
-            raise ValueError(
-                f"loaded state dict has {name} of shape {tuple(value.shape)} for {slot.name}; "
-                f"accepted: {tuple(slot.param.shape)}"
-            )
+    if name in _PARAM_SHAPED and value.shape != slot.param.shape:
+        raise ValueError(
+            f"loaded state dict has {name} of shape {tuple(value.shape)} for {slot.name}; "
+            f"accepted: {tuple(slot.param.shape)}"
+        )
     if name == "step":
         return value
     dtype = torch.float32 if value.is_floating_point() else value.dtype

@@ -30,8 +30,8 @@ All flat buffers are contiguous, on one device, and laid out by ``layout.Layout`
     gradient; ``max_norm``: infinity for no clip; ``extra_sum_sq``: (1,) float64 or None, sum of squares kept elsewhere
     (another device).
 ``adam_step_``, ``sgd_step_``
-    The update of the given slots, unless ``control`` says found_inf. ``params[i]``: float32, float16 or bfloat16, in its
-    slot's memory order. ``exp_avg``, ``exp_avg_sq``: (n,) float32, laid out as ``acc``; ``master``,
+    The update of the given slots, unless ``control`` says found_inf. ``params[i]``: float32, float16 or bfloat16, in
+    its slot's memory order. ``exp_avg``, ``exp_avg_sq``: (n,) float32, laid out as ``acc``; ``master``,
     ``max_exp_avg_sq``, ``momentum_buffer``: float32, at the offsets of the slot's last two columns, None where no slot
     has any.
 

@@ -1,6 +1,6 @@
 """FusedAccumOptimizer: the window's state machine around a torch optimizer.
 
-A gradient's way: autograd -> ``capture`` -> ``_accumulate`` -> ``arena`` -> a backend's op. At the boundary:
+A gradient's way: autograd -> ``capture`` -> ``registry`` -> ``arena`` -> a backend's op. At the boundary:
 ``step`` -> ``boundary`` -> ``arena.finalize`` -> ``arena.step`` -> parameters.
 """
 
@@ -76,14 +76,16 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
         self._window = Window(accumulation_steps)
         this = weakref.ref(self)
 
-        def sink(slots: list[Slot], grads: list[Tensor]) -> None:
+        def sink(slots: list[Slot], grads: list[Tensor], first: list[bool], odd: set[Slot]) -> None:
             optimizer = this()
             if optimizer is not None:
-                optimizer._accumulate(slots, grads)
+                optimizer._registry.accumulate(slots, grads, first, odd, optimizer._window.scale)
 
         self._capture = Capture(sink, bucket_bytes)
         rule = rule_for(optimizer)
-        self._registry = Registry(optimizer, rule, self._capture, lambda device: Arena(device, choose(device, backend), rule))
+        self._registry = Registry(
+            optimizer, rule, self._capture, lambda device: Arena(device, choose(device, backend), rule)
+        )
         self._boundary = Boundary(optimizer, rule, self._registry, masters=master_weights is not False)
         self._registry.check_new_groups()
         self._registry.adopt_new_groups()
@@ -138,9 +140,6 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
         self._registry.adopt_new_groups()
 
     # Accumulate ----------------------------------------------------------------------------------------------------
-
-    def _accumulate(self, slots: list[Slot], grads: list[Tensor]) -> None:
-        self._registry.accumulate(slots, grads, self._window.scale)
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:

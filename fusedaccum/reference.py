@@ -329,14 +329,13 @@ def _check_slot(
     end = first_chunk + layout.n_chunks(n_elems)
     if n_partials is not None and (first_chunk < 0 or end > n_partials):
         raise RuntimeError(
-            f"{op}: {name}[{i}] has chunks {first_chunk} to {end}; accepted: within the {n_partials} entries of partials"
+            f"{op}: {name}[{i}] has chunks {first_chunk} to {end}; "
+            f"accepted: within the {n_partials} entries of partials"
         )
     if tensor is None:
         return
     if tensor.numel() != n_elems:
-        raise RuntimeError(
-            f"{op}: {name}[{i}] has {tensor.numel()} elements; accepted: the {n_elems} of its slot"
-        )
+        raise RuntimeError(f"{op}: {name}[{i}] has {tensor.numel()} elements; accepted: the {n_elems} of its slot")
     if n_elems and not _is_dense(tensor):
         raise RuntimeError(
             f"{op}: {name}[{i}] has gaps or overlaps in memory; accepted: dense, in the order of its slot"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -126,35 +126,47 @@ class Registry:
         slot.remember_tensor()
         self._capture.attach(slot)
         if grad is not None:
-            self.accumulate([slot], [grad], scale)
+            self.accumulate([slot], [grad], [True], [slot], scale)
 
     # Gradients --------------------------------------------------------------------------------------------------
 
-    def accumulate(self, slots: Sequence[Slot], grads: Sequence[Tensor], scale: float) -> None:
-        """Adds ``scale`` times each gradient, whatever its strides, layout and dtype, to its slot."""
+    def accumulate(
+        self, slots: list[Slot], grads: list[Tensor], first: list[bool], odd: Collection[Slot], scale: float
+    ) -> None:
+        """Adds ``scale`` times each gradient to its slot. One device, no slot twice.
+
+        Args:
+            slots, grads: the gradients, of any strides, layout and floating point dtype, possibly with a graph.
+            first: whether the slot's parameter had no ``.grad``.
+            odd: slots whose gradient is not plainly contiguous in the parameter's dtype, or whose parameter's ``.grad``
+                is not ours.
+            scale: 1/K of a window, or 1.
+        """
         late = [slot for slot in slots if slot.arena is None]
         if late:
             self.make_room(late)
-        dense: dict[Arena, tuple[list[Slot], list[Tensor]]] = {}
-        for slot, grad in zip(slots, grads, strict=True):
-            arena = slot.arena
-            assert arena is not None
+        arena = slots[0].arena
+        assert arena is not None
+        for i in reversed([i for i, slot in enumerate(slots) if slot in odd]) if odd else ():
+            slot, grad = slots[i], grads[i]
             current = slot.param.grad
-            if current is not None and not slot.is_own(current):
+            if current is not None and current is not slot.view:
                 self.adopt_grad(slot, current)
-            if grad.layout is not torch.strided or grad.dtype not in GRAD_DTYPES:
-                validate.check_grad(slot.name, grad)
-                if grad.is_sparse:
-                    arena.add_sparse(slot, grad, scale)
-                    continue
-                grad = grad.to(torch.float32)
-            of_arena = dense.get(arena)
-            if of_arena is None:
-                of_arena = dense[arena] = ([], [])
-            of_arena[0].append(slot)
-            of_arena[1].append(slot.in_order(grad))
-        for arena, (arena_slots, arena_grads) in dense.items():
-            arena.accumulate(arena_slots, arena_grads, scale)
+            dense = self._dense(slot, grad)
+            if dense is None:
+                arena.add_sparse(slot, grad, scale)
+                del slots[i], grads[i], first[i]
+            else:
+                grads[i] = dense
+        arena.accumulate(slots, grads, first, scale)
+
+    @staticmethod
+    def _dense(slot: Slot, grad: Tensor) -> Tensor | None:
+        """The gradient in its slot's memory order and a dtype that kernels read; None if it is sparse."""
+        validate.check_grad(slot.name, grad)
+        if grad.is_sparse:
+            return None
+        return slot.in_order(grad if grad.dtype in GRAD_DTYPES else grad.to(torch.float32))
 
     def adopt_grad(self, slot: Slot, grad: Tensor) -> None:
         """A tensor that somebody else made ``.grad`` becomes the slot's contents, as it would count in torch."""
@@ -164,6 +176,15 @@ class Registry:
         assert slot.arena is not None
         slot.arena.own_write(slot, grad.to_dense() if grad.is_sparse else grad)
         slot.param.grad = slot.view
+
+    def reattach(self, slot: Slot, grad: Tensor) -> None:
+        """Makes ``.grad`` the accumulator again, after somebody else changed what it is."""
+        if grad is slot.view and slot.arena is not None:
+            # Module.to converts .grad in place, to memory of its own; the accumulator has the same values, and more.
+            slot.keep_view(slot.arena.view_of(slot, slot.arena.acc))
+            slot.param.grad = slot.view
+        else:
+            self.adopt_grad(slot, grad)
 
     def make_room(self, late: Sequence[Slot]) -> None:
         """Places in an arena. The first gradient brings all parameters that will have one, so that it grows once."""

@@ -6,8 +6,9 @@ row of ``hyper``, and which op makes the update. CONTRIBUTING.md tells how to ad
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 ParamGroup = dict[str, Any]
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """What the arena and the optimizer need to know of an update rule."""
 
     id: int
@@ -34,12 +35,15 @@ class Rule(Protocol):
     group_keys: frozenset[str]
     """The param_group options that the rule honours or that cannot change a result."""
 
+    @abstractmethod
     def needs_extra(self, group: ParamGroup) -> bool:
         """Whether the group's parameters have the extra state."""
 
+    @abstractmethod
     def hyper_row(self, group: ParamGroup) -> tuple[float, ...]:
         """The group's row of ``hyper``."""
 
+    @abstractmethod
     def step(self, arena: Arena, params: Sequence[Tensor], active: list[int]) -> None:
         """Calls the op."""
 
@@ -49,7 +53,7 @@ _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable"})
 _COMMON_KEYS = frozenset({"params", "param_names", "initial_lr", "lr", "weight_decay", "maximize", "differentiable"})
 
 
-class AdamRule:
+class AdamRule(Rule):
     """``torch.optim.Adam`` and ``AdamW``."""
 
     id = RULE_ADAM
@@ -92,7 +96,7 @@ class AdamRule:
         )
 
 
-class SgdRule:
+class SgdRule(Rule):
     """``torch.optim.SGD``."""
 
     id = RULE_SGD

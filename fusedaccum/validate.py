@@ -100,6 +100,8 @@ def _dtype(tensor: Tensor) -> str:
 def check_grad(name: str, grad: Tensor) -> None:
     """Raises for a gradient that cannot be added in fp32."""
     if grad.layout not in (torch.strided, torch.sparse_coo):
-        raise RuntimeError(f"the gradient of {name} has layout {grad.layout}; accepted: torch.strided, torch.sparse_coo")
+        raise RuntimeError(
+            f"the gradient of {name} has layout {grad.layout}; accepted: torch.strided, torch.sparse_coo"
+        )
     if not grad.is_floating_point():
         raise RuntimeError(f"the gradient of {name} has dtype {_dtype(grad)}; accepted: a floating point type")

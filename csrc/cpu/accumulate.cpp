@@ -12,8 +12,7 @@ GradType grad_type(ScalarType type, size_t i) {
     case ScalarType::Float: return kGradFloat;
     case ScalarType::BFloat16: return kGradBFloat16;
     case ScalarType::Half: return kGradHalf;
-    default:
-      fail("accumulate_: grads[", i, "] has dtype ", dtype_name(type), "; accepted: float32, float16, bfloat16");
+    default: fail("accumulate_: grads[", i, "] has dtype ", dtype_name(type), "; accepted: float32, float16, bfloat16");
   }
 }
 

@@ -72,8 +72,8 @@ void adam_step_cpu(std::vector<Tensor> params, Tensor exp_avg, Tensor exp_avg_sq
   check_flat({op, "exp_avg"}, exp_avg, ScalarType::Float, acc.numel());
   check_flat({op, "exp_avg_sq"}, exp_avg_sq, ScalarType::Float, acc.numel());
   std::vector<int64_t> n_elems;
-  const std::vector<StepTask> tasks = step_tasks(op, params, slots, slot_table, scalars, control, master,
-                                                 "max_exp_avg_sq", max_exp_avg_sq, n_elems);
+  const std::vector<StepTask> tasks =
+      step_tasks(op, params, slots, slot_table, scalars, control, master, "max_exp_avg_sq", max_exp_avg_sq, n_elems);
   if (found_inf(control)) return;
   const float* const acc_data = static_cast<const float*>(acc.const_data_ptr());
   float* const exp_avg_data = static_cast<float*>(exp_avg.mutable_data_ptr());
@@ -84,10 +84,10 @@ void adam_step_cpu(std::vector<Tensor> params, Tensor exp_avg, Tensor exp_avg_sq
     const AdamScalars& scalar_row = rows[slots[i]];
     const bool amsgrad = scalar_row.amsgrad != 0.0f && task.extra != nullptr;
     const int64_t at = task.slot->offset_elems + begin;
-    isa.adam[task.type][amsgrad]({task.param + begin * task.param_bytes, task.master ? task.master + begin : nullptr,
-                                  exp_avg_data + at, exp_avg_sq_data + at, amsgrad ? task.extra + begin : nullptr,
-                                  acc_data + at},
-                                 n, scalar_row);
+    isa.adam[task.type][amsgrad](
+        {task.param + begin * task.param_bytes, task.master ? task.master + begin : nullptr, exp_avg_data + at,
+         exp_avg_sq_data + at, amsgrad ? task.extra + begin : nullptr, acc_data + at},
+        n, scalar_row);
   });
 }
 
@@ -98,8 +98,8 @@ void sgd_step_cpu(std::vector<Tensor> params, std::optional<Tensor> momentum_buf
   check_flat({op, "acc"}, acc, ScalarType::Float, 0);
   const SlotTable slot_table(op, table, acc.numel(), -1);
   std::vector<int64_t> n_elems;
-  const std::vector<StepTask> tasks = step_tasks(op, params, slots, slot_table, scalars, control, master,
-                                                 "momentum_buffer", momentum_buffer, n_elems);
+  const std::vector<StepTask> tasks =
+      step_tasks(op, params, slots, slot_table, scalars, control, master, "momentum_buffer", momentum_buffer, n_elems);
   if (found_inf(control)) return;
   const float* const acc_data = static_cast<const float*>(acc.const_data_ptr());
   const SgdScalars* const rows = static_cast<const SgdScalars*>(scalars.const_data_ptr());
