@@ -14,7 +14,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Command, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 TARGET = "((2ULL << 56) | (10ULL << 48))"  # TORCH_TARGET_VERSION: the oldest torch that the library runs on
@@ -36,22 +37,34 @@ def find_torch() -> str | None:
     return None
 
 
-def record(cpu: dict[str, object]) -> None:
-    """Written into the package for `python -m fusedaccum doctor`."""
-    print(f"fusedaccum: CPU library: {'built' if cpu['built'] else 'NOT built: ' + str(cpu['reason'])}")
-    (ROOT / "fusedaccum" / "_build.json").write_text(json.dumps({"cpu": cpu}, indent=2) + "\n")
+def write_record(command: Command, cpu: dict[str, object]) -> None:
+    """Puts what happened beside the package's modules, for `python -m fusedaccum doctor`."""
+    in_place = getattr(command, "inplace", False) or getattr(command, "editable_mode", False)
+    package = (ROOT if in_place else Path(command.build_lib)) / "fusedaccum"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "_build.json").write_text(json.dumps({"cpu": cpu}, indent=2) + "\n")
+
+
+def without_library(reason: str) -> type[build_py]:
+    """A build_py for packages without native code."""
+    print(f"fusedaccum: CPU library: NOT built: {reason}")
+
+    class BuildAndRecord(build_py):
+        def run(self) -> None:
+            super().run()
+            write_record(self, {"built": False, "reason": reason})
+
+    return BuildAndRecord
 
 
 def native() -> dict[str, object]:
     """setup() arguments for the native library."""
     if os.environ.get("FUSEDACCUM_NATIVE", "1") == "0":
-        record({"built": False, "reason": "FUSEDACCUM_NATIVE=0 was set at build time"})
-        return {}
+        return {"cmdclass": {"build_py": without_library("FUSEDACCUM_NATIVE=0 was set at build time")}}
     missing = find_torch()
     if missing is not None:
-        record({"built": False, "reason": missing})
         # Only what is really missing: an isolated build then downloads torch, any other is told above.
-        return {"setup_requires": ["torch>=2.10"]}
+        return {"cmdclass": {"build_py": without_library(missing)}, "setup_requires": ["torch>=2.10"]}
 
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
@@ -74,19 +87,12 @@ def native() -> dict[str, object]:
         def build_extensions(self) -> None:
             try:
                 super().build_extensions()
+                cpu = {"built": True, "torch": torch.__version__, "machine": platform.machine()}
             except Exception as error:
-                reason = f"the compiler failed: {str(error).strip().splitlines()[0]}"
-                record({"built": False, "reason": reason})
                 self.extensions = []
-                return
-            record({"built": True, "torch": torch.__version__, "machine": platform.machine()})
-
-        def copy_extensions_to_source(self) -> None:
-            if self.extensions:
-                super().copy_extensions_to_source()
-
-        def get_outputs(self) -> list[str]:
-            return super().get_outputs() if self.extensions else []
+                cpu = {"built": False, "reason": f"the compiler failed: {str(error).strip().splitlines()[0]}"}
+            print(f"fusedaccum: CPU library: {'built' if cpu['built'] else 'NOT built: ' + str(cpu['reason'])}")
+            write_record(self, cpu)
 
     return {
         "ext_modules": [extension],

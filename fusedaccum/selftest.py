@@ -1,0 +1,110 @@
+"""A short check of a backend on this very machine: every op against the reference, bit by bit."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from . import layout
+from .backends import Backend, choose
+
+# One element, a vector and its neighbours, a chunk and a bit, and a slot with nothing in it.
+_SIZES = (1, 16, 17, layout.LANES + 1, layout.CHUNK + 3, 0)
+_GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Buffers:
+    """What the ops work on, filled from one seed."""
+
+    def __init__(self, grad_dtype: torch.dtype, param_dtype: torch.dtype, rule: int) -> None:
+        places = layout.Layout()
+        for n_elems in _SIZES:
+            placement = places.add(n_elems)
+            places.add_extra(placement)
+            if param_dtype != torch.float32:
+                places.add_master(placement)
+        random = torch.Generator().manual_seed(0)
+
+        def noise(n: int) -> Tensor:
+            return torch.randn(n, generator=random)
+
+        self.rule = rule
+        self.table = torch.tensor([placement.row(0) for placement in places.placements])
+        self.grads = [noise(n).to(grad_dtype) for n in _SIZES]
+        self.params = [noise(n).to(param_dtype) for n in _SIZES]
+        self.master = noise(places.n_master_elems) if places.n_master_elems else None
+        self.extra = noise(places.n_extra_elems).abs()
+        self.acc = torch.full((places.n_elems,), math.nan)  # the first add must not read it
+        self.first_moment = noise(places.n_elems)
+        self.second_moment = noise(places.n_elems).abs()
+        self.partials = torch.zeros(places.n_chunks, dtype=torch.float64)
+        self.control = torch.zeros(layout.CONTROL_SIZE, dtype=torch.float64)
+        self.scalars = torch.zeros(len(_SIZES), layout.SCALAR_COLUMNS)
+        self.steps = torch.zeros(len(_SIZES))
+        self.active = torch.ones(len(_SIZES), dtype=torch.uint8)
+        settings = [1e-3, 0.9, 0.999, 1e-8, 0.01, 1.0, 1.0, 1.0] if rule == layout.RULE_ADAM else [
+            1e-1, 0.9, 0.1, 1.0, 0.01, 0.0, -1.0, 0.0
+        ]  # fmt: skip
+        self.hyper = torch.tensor([settings], dtype=torch.float64)
+
+    def run(self, backend: Backend, n_windows: int = 1) -> list[Tensor]:
+        """Windows of two micro-batches; returns everything written."""
+        slots = list(range(len(_SIZES)))
+        for _ in range(n_windows):
+            for micro_batch in range(2):
+                first = [micro_batch == 0] * len(slots)
+                backend.accumulate_(self.acc, self.partials, self.table, self.grads, slots, first, 1 / 3)
+            backend.measure_(self.partials, self.acc, self.table, slots)
+            backend.finalize_(
+                self.control, self.scalars, self.steps, self.partials, self.table, self.hyper, self.active,
+                self.rule, 1.5, 1.0, None, True,
+            )  # fmt: skip
+            if self.rule == layout.RULE_ADAM:
+                backend.adam_step_(
+                    self.params, self.first_moment, self.second_moment, self.extra, self.master, self.acc,
+                    self.table, self.scalars, self.control, slots,
+                )  # fmt: skip
+            else:
+                backend.sgd_step_(
+                    self.params, self.extra, self.master, self.acc, self.table, self.scalars, self.control, slots
+                )
+        used = [self.acc[row[0] : row[0] + row[1]] for row in self.table.tolist()]  # the gaps are never written
+        master = [] if self.master is None else [self.master]
+        return [*used, self.partials, self.control, self.scalars, self.steps, *self.params, self.extra, *master]
+
+
+def check(backend: Backend) -> str | None:
+    """What is wrong with the backend on the CPU; None if all its results are the reference's, bit by bit.
+
+    The reference itself is held against numbers known beforehand, by ``check_capture``.
+    """
+    reference = choose(torch.device("cpu"), "reference")
+    for dtype, rule in product(_GRAD_DTYPES, (layout.RULE_ADAM, layout.RULE_SGD)):
+        expected = _Buffers(dtype, dtype, rule).run(reference)
+        found = _Buffers(dtype, dtype, rule).run(backend)
+        for want, have in zip(expected, found, strict=True):
+            if not torch.equal(want, have):
+                worst = (want.double() - have.double()).abs().max().item()
+                return (
+                    f"{dtype} gradients and parameters, rule {rule}: "
+                    f"a result differs from the reference by up to {worst:.3g}"
+                )
+    return None
+
+
+def check_capture() -> str | None:
+    """What is wrong with the interception of gradients on this torch; None if a small window comes out right."""
+    from .optimizer import FusedAccumOptimizer
+
+    param = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    optimizer = FusedAccumOptimizer(torch.optim.SGD([param], lr=1.0), backend="reference")
+    for _ in range(300):  # in bf16, 256 + 1 is 256
+        (param * 1.0).sum().backward()
+    grad = param.grad
+    optimizer.remove()
+    if grad is None or grad.dtype != torch.float32 or not torch.equal(grad, torch.full((3,), 300.0)):
+        return f"300 bf16 gradients of 1.0 add up to {grad}, not to 300.0"
+    return None
