@@ -50,6 +50,18 @@ inline const char* dtype_name(ScalarType type) {
   }
 }
 
+// How `tensor` is stored. The message lists what all ops accept for gradients and parameters.
+inline Dtype stored_dtype(const char* op, const char* list, size_t i, const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return kFloat32;
+    case ScalarType::BFloat16: return kBFloat16;
+    case ScalarType::Half: return kFloat16;
+    default:
+      fail(op, ": ", list, "[", i, "] has dtype ", dtype_name(tensor.scalar_type()),
+           "; accepted: float32, float16, bfloat16");
+  }
+}
+
 struct OpArgument {
   const char* op;
   const char* name;
@@ -145,6 +157,23 @@ inline void check_within(const char* op, const char* name, const std::optional<T
                          int64_t n_elems, size_t i) {
   FA_CHECK(buffer.has_value() && offset >= 0 && offset + n_elems <= buffer->numel(), op, ": params[", i, "] needs ",
            name, " elements ", offset, " to ", offset + n_elems, "; found ", buffer.has_value() ? buffer->numel() : 0);
+}
+
+// The arguments of finalize_, but for what only the CPU can look into.
+inline void check_finalize(const char* op, const Tensor& control, const Tensor& scalars, const Tensor& steps,
+                           const Tensor& partials, const Tensor& table, const Tensor& hyper, const Tensor& active,
+                           int64_t rule, const std::optional<Tensor>& extra_sum_sq) {
+  check_flat({op, "control"}, control, ScalarType::Double, kControl);
+  check_flat({op, "partials"}, partials, ScalarType::Double, 0);
+  check_rows({op, "scalars"}, scalars, ScalarType::Float, kScalarColumns);
+  check_rows({op, "hyper"}, hyper, ScalarType::Double, kHyperColumns);
+  check_rows({op, "table"}, table, ScalarType::Long, kSlotColumns);
+  const int64_t n_slots = table.size(0);
+  check_flat({op, "steps"}, steps, ScalarType::Float, n_slots);
+  check_flat({op, "active"}, active, ScalarType::Byte, n_slots);
+  FA_CHECK(scalars.size(0) >= n_slots, op, ": scalars has ", scalars.size(0), " rows; accepted: at least ", n_slots);
+  FA_CHECK(rule == kAdam || rule == kSgd, op, ": rule is ", rule, "; accepted: 0 (Adam), 1 (SGD)");
+  if (extra_sum_sq.has_value()) check_flat({op, "extra_sum_sq"}, *extra_sum_sq, ScalarType::Double, 1);
 }
 
 }  // namespace fusedaccum

@@ -55,8 +55,32 @@ constexpr int64_t kScalarColumns = 12;
 static_assert(sizeof(AdamScalars) == kScalarColumns * sizeof(float), "AdamScalars must mirror a row of scalars");
 static_assert(sizeof(SgdScalars) == kScalarColumns * sizeof(float), "SgdScalars must mirror a row of scalars");
 
+// How gradients and parameters may be stored.
+enum Dtype : uint32_t { kFloat32 = 0, kBFloat16, kFloat16, kDtypes };
+// A parameter in fp32; in 16 bits beside an fp32 master; in 16 bits alone.
+enum ParamKind : uint32_t {
+  kParamFloat32 = 0,
+  kParamBFloat16Master,
+  kParamFloat16Master,
+  kParamBFloat16,
+  kParamFloat16,
+  kParamKinds
+};
+
 enum Rule : int64_t { kAdam = 0, kSgd = 1 };
 
-constexpr int64_t n_chunks(int64_t n_elems) { return (n_elems + kChunk - 1) / kChunk; }
+#if defined(__CUDACC__)
+__host__ __device__
+#endif
+    constexpr int64_t n_chunks(int64_t n_elems) {
+  return (n_elems + kChunk - 1) / kChunk;
+}
+
+#if defined(__CUDACC__)
+__host__ __device__
+#endif
+    constexpr ParamKind param_kind(uint32_t dtype, bool has_master) {
+  return static_cast<ParamKind>(dtype == kFloat32 || has_master ? dtype : dtype + 2);
+}
 
 }  // namespace fusedaccum

@@ -20,10 +20,9 @@ def doctor() -> int:
     """Prints the report; returns 1 if a check fails."""
     print(f"fusedaccum {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     print(f"platform   {platform.system()} {platform.machine()}, {torch.get_num_threads()} threads")
-    build = backends.build_record()["cpu"]
-    print(
-        "build      " + (f"CPU library, with torch {build['torch']}" if build["built"] else f"none: {build['reason']}")
-    )
+    for kind, build in backends.build_record().items():
+        built = f"with torch {build['torch']}" if "torch" in build else f"for {build.get('architectures')}"
+        print(f"build      {kind} library " + (built if build["built"] else f"not built: {build['reason']}"))
     for variable in _VARIABLES:
         if variable in os.environ:
             print(f"setting    {variable}={os.environ[variable]}")
@@ -32,8 +31,11 @@ def doctor() -> int:
     failures = [_report("capture", selftest.check_capture)]
     cpu = torch.device("cpu")
     for name in backends.NAMES:
+        device = torch.device("cuda") if name == "cuda" else cpu
         try:
-            reason = backends.why_not(name, cpu)
+            reason = backends.why_not(name, device)
+            if reason is None and name == "cuda" and not torch.cuda.is_available():
+                reason = f"the library ({backends.cuda_library().detail}) loads, but torch sees no GPU"
         except backends.BackendUnavailableError as error:
             failures.append(True)
             print(f"{name:<10} FAILED: {error}")
@@ -41,10 +43,10 @@ def doctor() -> int:
         if reason is not None:
             print(f"{name:<10} not available: {reason}")
             continue
-        backend = backends.choose(cpu, name)
+        backend = backends.choose(device, name)
         print(f"{name:<10} {backend.detail}")
         if name != "reference":
-            failures.append(_report(name, lambda backend=backend: selftest.check(backend)))  # type: ignore[misc]
+            failures.append(_report(name, lambda backend=backend, device=device: selftest.check(backend, device)))  # type: ignore[misc]
     try:
         print(f"in use     {backends.choose(cpu).name} on the CPU")
         if torch.cuda.is_available():

@@ -126,7 +126,8 @@ class Arena:
 
     def measure(self, slots: Sequence[Slot]) -> None:
         """Recomputes the partials of slots that something other than ``accumulate`` wrote to."""
-        self.backend.measure_(self.partials, self.acc, self.table, [slot.index for slot in slots])
+        indices, n_elems = [slot.index for slot in slots], [slot.n_elems for slot in slots]
+        self.backend.measure_(self.partials, self.acc, self.table, indices, n_elems)
 
     def measure_if_written(self, slots: Sequence[Slot]) -> None:
         """Brings the partials of ``slots`` (all that hold a gradient) up to date if somebody else wrote to any."""

@@ -1,7 +1,7 @@
 """Which backend serves which device, and why another does not.
 
-A backend is a set of functions with the names and meanings of ``ops.SCHEMAS``. ``native`` is the compiled library,
-``reference`` plain torch.
+A backend is a set of functions with the names and meanings of ``ops.SCHEMAS``. ``native`` is the compiled library for
+the CPU, ``cuda`` the one for NVIDIA GPUs, ``reference`` plain torch on any device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 
 from . import layout, ops, reference
 
-NAMES = ("native", "reference")
+NAMES = ("native", "cuda", "reference")
+_SERVED = {"native": "cpu", "cuda": "cuda"}  # the device type of each compiled library
 _PACKAGE = Path(__file__).parent
 
 
@@ -48,25 +49,38 @@ class _Library:
 
 
 def build_record() -> dict[str, Any]:
-    """What ``setup.py`` wrote down of the build: whether the CPU library was built, by what, or why not."""
+    """What ``setup.py`` wrote down of the build: for "cpu" and "cuda", whether it was built, for what, or why not."""
     path = _PACKAGE / "_build.json"
     if not path.exists():
-        return {"cpu": {"built": False, "reason": "this copy was never built; run `pip install .`"}}
+        never = {"built": False, "reason": "this copy was never built; run `pip install .`"}
+        return {"cpu": never, "cuda": never}
     record: dict[str, Any] = json.loads(path.read_text())
     return record
 
 
-@cache
-def cpu_library() -> _Library:
-    """Loads the CPU library once. Never raises: the reason is in ``detail``."""
-    candidates = sorted(_PACKAGE.glob("_cpu*.so")) + sorted(_PACKAGE.glob("_cpu*.pyd"))
+def _load(kind: str) -> ctypes.CDLL | str:
+    """The library of ``kind`` ("cpu", "cuda"), its ops registered with torch; or why there is none."""
+    candidates = sorted(_PACKAGE.glob(f"_{kind}*.so")) + sorted(_PACKAGE.glob(f"_{kind}*.pyd"))
     if not candidates:
-        return _Library(False, build_record()["cpu"].get("reason", "the library is not in the package"))
+        reason: str = build_record().get(kind, {}).get("reason", "the library is not in the package")
+        return reason
     try:
         torch.ops.load_library(str(candidates[0]))
-        library = ctypes.CDLL(str(candidates[0]))
+        return ctypes.CDLL(str(candidates[0]))
     except OSError as error:
-        return _Library(False, f"{candidates[0].name} does not load: {error}")
+        return f"{candidates[0].name} does not load: {error}"
+
+
+@cache
+def cpu_library() -> _Library:
+    """Loads the CPU library once.
+
+    Raises:
+        BackendUnavailableError: ``FUSEDACCUM_ISA`` names an instruction set that does not run here.
+    """
+    library = _load("cpu")
+    if isinstance(library, str):
+        return _Library(False, library)
     library.fusedaccum_cpu_isa.restype = ctypes.c_char_p
     isa = library.fusedaccum_cpu_isa()
     if isa is None:
@@ -75,11 +89,21 @@ def cpu_library() -> _Library:
     return _Library(True, isa.decode())
 
 
+@cache
+def cuda_library() -> _Library:
+    """Loads the CUDA library once; it loads beside a torch without CUDA too, where nothing can call it."""
+    library = _load("cuda")
+    if isinstance(library, str):
+        return _Library(False, library)
+    record = build_record()["cuda"]
+    return _Library(True, f"CUDA {record.get('toolkit', '?')}, architectures {record.get('architectures', '?')}")
+
+
 def _isa_error() -> str:
     empty = torch.zeros(0)
     table = torch.zeros(0, len(layout.SLOT_COLUMNS), dtype=torch.int64)
     try:
-        torch.ops.fusedaccum.measure_(torch.zeros(0, dtype=torch.float64), empty, table, [])
+        torch.ops.fusedaccum.measure_(torch.zeros(0, dtype=torch.float64), empty, table, [], [])
     except RuntimeError as error:
         return str(error)
     return f"FUSEDACCUM_ISA is {os.environ.get('FUSEDACCUM_ISA')!r}, which does not run here"
@@ -90,7 +114,7 @@ def _backend(name: str, detail: str, namespace: Any) -> Backend:
 
 
 @cache
-def _native() -> Backend:
+def _compiled(name: str) -> Backend:
     # The default overload is looked up once: the packet would resolve it anew at each call.
     packets = torch.ops.fusedaccum
 
@@ -99,7 +123,7 @@ def _native() -> Backend:
 
     for op in ops.SCHEMAS:
         setattr(Overloads, op, staticmethod(getattr(packets, op).default))
-    return _backend("native", cpu_library().detail, Overloads)
+    return _backend(name, (cpu_library() if name == "native" else cuda_library()).detail, Overloads)
 
 
 @cache
@@ -111,10 +135,12 @@ def why_not(name: str, device: torch.device) -> str | None:
     """Why backend ``name`` cannot serve ``device``; None if it can."""
     if name == "reference":
         return None
-    if device.type != "cpu":
-        return f"there are no native kernels for {device.type} devices"
-    library = cpu_library()
-    return None if library.loaded else library.detail
+    if device.type != _SERVED[name]:
+        return f"the {name} backend serves {_SERVED[name]} devices, not {device.type}"
+    if name == "cuda" and torch.version.hip:
+        return "this torch was built for ROCm"
+    library = cpu_library() if name == "native" else cuda_library()
+    return None if library.loaded else f"there is no compiled library: {library.detail}"
 
 
 @cache
@@ -131,8 +157,8 @@ def choose(device: torch.device, requested: str = "auto") -> Backend:
 
     Args:
         device: where the parameters live.
-        requested: ``"auto"`` (``FUSEDACCUM_BACKEND`` if set, else native where it can serve, else reference, said
-            once), ``"native"`` or ``"reference"``, which never fall back.
+        requested: ``"auto"`` (``FUSEDACCUM_BACKEND`` if set, else the compiled library for the device if it is there,
+            else reference, said once), or one of ``NAMES``, which never fall back.
 
     Raises:
         ValueError: an unknown name.
@@ -145,10 +171,17 @@ def choose(device: torch.device, requested: str = "auto") -> Backend:
         raise ValueError(f"{source} is {requested!r}; accepted: 'auto', {', '.join(map(repr, NAMES))}")
     if requested == "reference":
         return _reference()
-    reason = why_not("native", device)
-    if reason is None:
-        return _native()
-    if requested == "native":
-        raise BackendUnavailableError(f"{source} is 'native', but {reason}")
+    if requested != "auto":
+        reason = why_not(requested, device)
+        if reason is not None:
+            raise BackendUnavailableError(f"{source} is {requested!r}, but {reason}")
+        return _compiled(requested)
+    reason = f"there are no compiled kernels for {device.type} devices"
+    for name, served in _SERVED.items():
+        if device.type == served:
+            unavailable = why_not(name, device)
+            if unavailable is None:
+                return _compiled(name)
+            reason = unavailable
     _warn_fallback(device.type, reason)
     return _reference()

@@ -80,6 +80,10 @@ class Boundary:
             grad = slot.param.grad
             if grad is None:
                 continue
+            if slot.param.stride() != slot.param_strides:
+                self._registry.follow_order(slot)
+                grad = slot.param.grad
+                assert grad is not None
             if not slot.is_own(grad):
                 self._registry.reattach(slot, grad)
             arena = slot.arena

@@ -11,6 +11,7 @@ parameter, the node stores the gradient there, and a post-accumulate hook takes 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -48,6 +49,23 @@ def node_skips_undefined() -> bool:
         param.register_post_accumulate_grad_hook(lambda _: posts.append(True))
         (param * 1).sum().backward()
     return param.grad is None and posts == [True]
+
+
+@cache
+def _references_in_a_hook() -> int:
+    """``sys.getrefcount`` of a gradient in a prehook, when nobody but the engine holds it."""
+    counts: list[int] = []
+
+    def count(grads: _Grads) -> None:
+        grad = grads[0]
+        counts.append(sys.getrefcount(grad))
+
+    with torch.enable_grad():
+        param = torch.zeros(1, requires_grad=True)
+        node = accumulate_grad_node(param)
+        node.register_prehook(count)
+        (param * 1).sum().backward()
+    return counts[0]
 
 
 class _Bucket:
@@ -156,7 +174,13 @@ class Capture:
             hooks = [node, node.register_prehook(take)]
         else:
             hooks = [node, node.register_prehook(self._clearer(slot))]
-            hooks.append(param.register_post_accumulate_grad_hook(self._behind(slot, take)))
+            handle = param.register_post_accumulate_grad_hook(self._behind(slot, take))
+            # Before those of others, which are to see the sum. torch calls them in the order of the underlying dict, of
+            # which move_to_end knows nothing.
+            posts = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            for key in [key for key in posts if key != handle.id]:
+                posts[key] = posts.pop(key)
+            hooks.append(handle)
         param.requires_grad_(requires_grad)
         self._attached[slot] = hooks
         _owners[param] = weakref.ref(self)
@@ -169,6 +193,11 @@ class Capture:
                 f"{slot.name} already belongs to another FusedAccumOptimizer; accepted: one for each parameter. "
                 "Call remove() on the other one first"
             )
+
+    def is_attached(self, slot: Slot) -> bool:
+        """Whether the parameter still has the node that was hooked: a conversion makes torch drop it, hooks and all."""
+        hooks = self._attached.get(slot)
+        return hooks is not None and (not slot.param.requires_grad or accumulate_grad_node(slot.param) is hooks[0])
 
     def detach(self, slot: Slot) -> None:
         """Stops taking the slot's gradients."""
@@ -217,11 +246,16 @@ class Capture:
         bucket_bytes = self._bucket_bytes
         n_own_hooks = 0 if self.through_node else 1
         current_task = torch._C._current_graph_task_id
+        getrefcount = sys.getrefcount
+        # Behind the node it is torch's own copy where somebody else holds the original.
+        n_references = _references_in_a_hook() if self.through_node else sys.maxsize
 
         def take(grads: _Grads) -> _Grads | None:
             grad = grads[0]
             if grad is None:
                 return None
+            # Somebody who keeps it (a Function with a workspace) may write to it before the backward ends.
+            is_kept = getrefcount(grad) > n_references
             task = current_task()
             if task != bucket.task and not bucket.enter(task):
                 return None
@@ -242,7 +276,7 @@ class Capture:
             bucket.n_bytes += n_bytes
             # Somebody's post-accumulate hook runs right after the node and is to see the sum.
             hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-            if bucket.n_bytes >= bucket_bytes or (hooks is not None and len(hooks) > n_own_hooks):
+            if bucket.n_bytes >= bucket_bytes or is_kept or (hooks is not None and len(hooks) > n_own_hooks):
                 bucket.flush()
             return _UNDEFINED
 

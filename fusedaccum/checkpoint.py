@@ -53,7 +53,7 @@ def load(optimizer: FusedAccumOptimizer, registry: Registry, boundary: Boundary,
             strict=True,
         )
     )
-    registry.adopt_new_groups()
+    registry.adopt_new_groups(optimizer._window.scale)
     state: defaultdict[Any, Any] = defaultdict(dict)
     for key, held in state_dict["state"].items():
         if key in params:

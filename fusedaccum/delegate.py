@@ -33,18 +33,20 @@ class Delegate:
             if multiplier != 1.0:
                 arena.scale(slots, multiplier)
             for slot in slots:
-                if slot.has_master:
+                if slot.dtype is not torch.float32:
                     stand_ins[slot.param] = self._stand_in(arena, slot)
         self._step_with(stand_ins)
         for slots in active.values():
             for slot in slots:
-                if slot.has_master:
+                if slot.param in stand_ins:
                     slot.param.copy_(stand_ins[slot.param].detach())
                 slot.remember_value()
 
     @staticmethod
     def _stand_in(arena: Arena, slot: Slot) -> Tensor:
-        master = torch.nn.Parameter(arena.master_view(slot), requires_grad=slot.param.requires_grad)
+        # Without a master, the parameter itself in fp32 for the time of the step.
+        values = arena.master_view(slot) if slot.has_master else slot.param.detach().to(torch.float32)
+        master = torch.nn.Parameter(values, requires_grad=slot.param.requires_grad)
         master.grad = slot.view
         return master
 
@@ -55,9 +57,9 @@ class Delegate:
         kept: dict[Tensor, dict[str, Any]] = {}
         for param, master in stand_ins.items():
             held = dict(optimizer.state.pop(param, {}))
-            kept[param] = {"master_param": held.pop("master_param")}
+            kept[param] = {"master_param": held.pop("master_param")} if "master_param" in held else {}
             if held:
-                optimizer.state[master] = held
+                optimizer.state[master] = {name: _widened(value) for name, value in held.items()}
         try:
             for group, params in zip(groups, originals, strict=True):
                 # A 16-bit parameter without a gradient stays as it is: the step passes it over.
@@ -67,4 +69,12 @@ class Delegate:
             for group, params in zip(groups, originals, strict=True):
                 group["params"] = params
             for param, master in stand_ins.items():
-                optimizer.state[param] = {**optimizer.state.pop(master, {}), **kept[param]}
+                held = {**optimizer.state.pop(master, {}), **kept[param]}
+                if held:
+                    optimizer.state[param] = held
+
+
+def _widened(value: Any) -> Any:
+    """State in fp32: some (Adagrad) make it in their constructor already, in the parameter's dtype."""
+    is_narrow = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.to(torch.float32) if is_narrow else value

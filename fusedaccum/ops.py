@@ -23,7 +23,8 @@ All flat buffers are contiguous, on one device, and laid out by ``layout.Layout`
     ``acc[slot] = first ? scale * grad : acc[slot] + scale * grad`` for each gradient, with the partials of every chunk
     touched. ``grads[i]``: float32, float16 or bfloat16, dense, in its slot's memory order.
 ``measure_``
-    The partials of the given slots, from ``acc`` as it is: for buffers that something else has written to.
+    The partials of the given slots, from ``acc`` as it is: for buffers that something else has written to. ``n_elems``:
+    the slots' sizes, which a host cannot read from a table on a device.
 ``finalize_``
     From the partials of the slots whose ``active`` (n_slots,) uint8 is set: ``control``, and, if ``advance`` and all
     is finite, ``steps + 1`` and ``scalars`` of those slots. ``divisor_correction``: factor from ``acc`` to the true
@@ -51,7 +52,7 @@ SCHEMAS = {
         "(Tensor(a!) acc, Tensor(b!) partials, Tensor table, Tensor[] grads, int[] slots, int[] first, float scale)"
         " -> ()"
     ),
-    "measure_": "(Tensor(a!) partials, Tensor acc, Tensor table, int[] slots) -> ()",
+    "measure_": "(Tensor(a!) partials, Tensor acc, Tensor table, int[] slots, int[] n_elems) -> ()",
     "finalize_": (
         "(Tensor(a!) control, Tensor(b!) scalars, Tensor(c!) steps, Tensor partials, Tensor table, Tensor hyper,"
         " Tensor active, int rule, float divisor_correction, float max_norm, Tensor? extra_sum_sq, bool advance) -> ()"

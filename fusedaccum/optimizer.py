@@ -70,6 +70,8 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
         validate.check_arguments(optimizer, accumulation_steps, max_grad_norm, master_weights, bucket_bytes)
         validate.check_process_group()
         check_optimizer(optimizer)
+        for device in {param.device for group in optimizer.param_groups for param in group["params"]}:
+            choose(device, backend)  # refused here rather than in the first backward
         self.inner = optimizer
         self.max_grad_norm = max_grad_norm
         self._options = {"backend": backend, "bucket_bytes": bucket_bytes, "master_weights": master_weights}
@@ -88,7 +90,7 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
         )
         self._boundary = Boundary(optimizer, rule, self._registry, masters=master_weights is not False)
         self._registry.check_new_groups()
-        self._registry.adopt_new_groups()
+        self._registry.adopt_new_groups(self._window.scale)
         self._init_as_torch_optimizer()
         # Runs at garbage collection and at interpreter exit, and holds the window only.
         self._at_end = weakref.finalize(self, self._window.warn_if_open)
@@ -137,7 +139,7 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.inner.param_groups.pop()
             raise
-        self._registry.adopt_new_groups()
+        self._registry.adopt_new_groups(self._window.scale)
 
     # Accumulate ----------------------------------------------------------------------------------------------------
 
@@ -145,10 +147,12 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Ends what is accumulated, as in torch; inside a window of ``accumulation_steps`` it does nothing."""
         self._capture.flush()
+        if self._window.position == 0:
+            self._window.take_clip(None)  # it was asked for the gradients that end here
+            # Before the registry looks: a converted parameter that holds a gradient is refused, one that does not is
+            # followed.
+            super().zero_grad(set_to_none)
         self._registry.refresh(self._window.scale)
-        if self._window.position > 0:
-            return
-        super().zero_grad(set_to_none)
 
     # Boundary ------------------------------------------------------------------------------------------------------
 
@@ -203,6 +207,7 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
         self._capture.flush()
         self._window.warn_if_open()
         self._window.close()
+        self._window.take_clip(None)
         super().zero_grad()
 
     @torch.no_grad()
@@ -286,7 +291,7 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
     def remove(self) -> torch.optim.Optimizer:
         """Gives the model back to plain torch and returns the wrapped optimizer.
 
-        Gradients stay, in the parameters' dtypes. The wrapper cannot be used afterwards.
+        Gradients and state stay, in the parameters' dtypes; masters go. The wrapper cannot be used afterwards.
         """
         self._window.warn_if_open()
         self._window.close()

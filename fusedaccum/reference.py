@@ -1,8 +1,9 @@
 """Every op in plain torch: what the native and Triton kernels are tested against, and the last fallback anywhere.
 
 The arithmetic is that of ``csrc/math.h``, one rounded torch operation for each of its operations, and the sums run
-over the same trees, so that on the CPU the results are bit-equal to the native kernels'. Nothing here waits for a
-device: the decision to skip a step is a ``torch.where``, not an ``if``.
+over the same trees, so that on the CPU the results are bit-equal to the native kernels'. The
+places of slots are read from the table, which waits for a device; the decision to skip a step does not: it is a
+``torch.where``, not an ``if``.
 
 ``fusedaccum/ops.py`` says what each op means and what its arguments are.
 """
@@ -47,17 +48,20 @@ def accumulate_(
         partials[first_chunk : first_chunk + layout.n_chunks(n_elems)] = _chunk_sums(target)
 
 
-def measure_(partials: Tensor, acc: Tensor, table: Tensor, slots: Sequence[int]) -> None:
+def measure_(partials: Tensor, acc: Tensor, table: Tensor, slots: Sequence[int], n_elems: Sequence[int]) -> None:
     op = "measure_"
     _check_flat(op, "partials", partials, torch.float64)
     _check_flat(op, "acc", acc, torch.float32)
     rows = _rows(op, table)
+    _check_same_length(op, "slots", slots, "n_elems", n_elems)
     for i, slot in enumerate(slots):
         _check_slot(op, "slots", i, None, rows, slot, acc.numel(), partials.numel())
-    for slot in slots:
-        offset, n_elems, first_chunk = rows[slot][:3]
-        if n_elems:
-            partials[first_chunk : first_chunk + layout.n_chunks(n_elems)] = _chunk_sums(acc[offset : offset + n_elems])
+        if n_elems[i] != rows[slot][1]:
+            raise RuntimeError(f"{op}: n_elems[{i}] is {n_elems[i]}; accepted: the {rows[slot][1]} of its slot")
+    for slot, n in zip(slots, n_elems, strict=True):
+        offset, _, first_chunk = rows[slot][:3]
+        if n:
+            partials[first_chunk : first_chunk + layout.n_chunks(n)] = _chunk_sums(acc[offset : offset + n])
 
 
 def finalize_(
@@ -99,7 +103,8 @@ def finalize_(
         sum_sq = sum_sq + extra_sum_sq.reshape(())
     finite = torch.isfinite(sum_sq)
     norm = _sqrt(sum_sq) * divisor_correction
-    ratio = max_norm / (norm + 1e-6)
+    # A number divided by a tensor is that number times the reciprocal in torch: two roundings.
+    ratio = torch.full_like(norm, max_norm) / (norm + 1e-6)
     clip_coef = torch.where(ratio < 1.0, ratio, torch.ones_like(ratio))
     multiplier = clip_coef * divisor_correction
     control[: layout.CONTROL_SIZE] = torch.stack([norm, (~finite).double(), clip_coef, multiplier, sum_sq])
@@ -195,7 +200,7 @@ def _adam_scalars(hyper: Tensor, multiplier: Tensor, steps: Tensor) -> Tensor:
     columns = [
         multiplier * sign,
         lr / (1.0 - _integer_power(beta1, steps)),
-        1.0 / _sqrt(1.0 - _integer_power(beta2, steps)),
+        one / _sqrt(1.0 - _integer_power(beta2, steps)),
         torch.where(decoupled != 0, 1.0 - lr * weight_decay, one),
         beta1,
         1.0 - beta1,

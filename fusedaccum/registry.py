@@ -43,6 +43,8 @@ class Registry:
         self._params_seen: list[Tensor] = []
         self._dtypes: list[torch.dtype] = []
         self._devices: list[torch.device] = []
+        self._scale = 1.0
+        self._removed = False
 
     # Groups -----------------------------------------------------------------------------------------------------
 
@@ -58,11 +60,19 @@ class Registry:
         for g, name, param in self._params():
             if param not in self.slots:
                 validate.check_param(name, param)
+                if self._rule is not None:
+                    validate.check_dense(name, param)
                 self._capture.check_free(Slot(param, name, g))
 
-    def adopt_new_groups(self) -> None:
-        """Slots for new parameters; parameters that left their groups are given back to torch."""
+    @torch.no_grad()
+    def adopt_new_groups(self, scale: float) -> None:
+        """Slots for new parameters; parameters that left their groups are given back to torch.
+
+        Args:
+            scale: of what torch has accumulated on new parameters by itself, in an open window perhaps.
+        """
         present: set[Tensor] = set()
+        new: list[Slot] = []
         regrouped: set[Arena] = set()
         for g, name, param in self._params():
             present.add(param)
@@ -70,6 +80,7 @@ class Registry:
             if slot is None:
                 slot = self.slots[param] = Slot(param, name, g)
                 self._capture.attach(slot)
+                new.append(slot)
             elif slot.group != g:
                 slot.group = g
                 if slot.arena is not None:
@@ -82,6 +93,11 @@ class Registry:
         self._params_seen = list(self.slots)
         self._dtypes = [slot.dtype for slot in self.slots.values()]
         self._devices = [slot.device for slot in self.slots.values()]
+        if scale != 1.0:
+            for slot in new:
+                grad, slot.param.grad = slot.param.grad, None
+                if grad is not None:
+                    self.accumulate([slot], [grad], [True], [slot], scale)
 
     def _ids(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self._optimizer.param_groups]
@@ -90,19 +106,22 @@ class Registry:
         """Notices what users may have done since the last call: edited groups, moved or converted parameters.
 
         Args:
-            scale: of a gradient that torch accumulated by itself on a converted parameter.
+            scale: of a gradient that torch accumulated by itself, on a new or converted parameter.
         """
+        if self._removed:
+            raise RuntimeError("the FusedAccumOptimizer was removed; use the optimizer that remove() returned")
+        self._scale = scale
         if self._ids() != self._known_ids:
             self.check_new_groups()
-            self.adopt_new_groups()
+            self.adopt_new_groups(scale)
         params = self._params_seen
         if [p.dtype for p in params] != self._dtypes or [p.device for p in params] != self._devices:
             for slot in self.slots.values():
                 if slot.param.dtype is not slot.dtype or slot.param.device != slot.device:
-                    self._follow(slot, scale)
-            self.adopt_new_groups()
+                    self._follow(slot)
+            self.adopt_new_groups(scale)
 
-    def _follow(self, slot: Slot, scale: float) -> None:
+    def _follow(self, slot: Slot) -> None:
         """``Module.to`` after wrapping: torch has dropped the node, hooks and all, and ``.grad`` is torch's own."""
         was = f"{slot.dtype} on {slot.device}".removeprefix("torch.")
         now = f"{slot.param.dtype} on {slot.param.device}".removeprefix("torch.")
@@ -111,22 +130,52 @@ class Registry:
                 f"{slot.name} was {was} and is now {now}, and has optimizer state; accepted: conversions before the "
                 "first step. Save a state_dict, convert the model, wrap a new optimizer and load it"
             )
+        validate.check_param(slot.name, slot.param)
+        self._check_holds_nothing(slot, f"was {was} and is now {now}")
+        grad, slot.param.grad = slot.param.grad, None
+        if slot.arena is not None:
+            slot.arena.retire(slot)
+        slot.remember_tensor()
+        self._hook_anew(slot, grad)
+
+    @staticmethod
+    def _check_holds_nothing(slot: Slot, what: str) -> None:
         grad = slot.param.grad
         if grad is not None and grad is slot.view:
             # What torch may have added to it since has not been scaled, and cannot be told from the rest.
             raise RuntimeError(
-                f"{slot.name} was {was} and is now {now}, and holds an accumulated gradient; accepted: conversions "
-                "while .grad is None. Call zero_grad() before converting the model"
+                f"{slot.name} {what}, and holds an accumulated gradient; accepted: conversions while .grad is None. "
+                "Call zero_grad() before converting the model"
             )
-        validate.check_param(slot.name, slot.param)
+
+    def _hook_anew(self, slot: Slot, grad: Tensor | None) -> None:
+        """After torch has dropped the node. ``grad``: what it accumulated by itself since, unscaled."""
         self._capture.detach(slot)
-        if slot.arena is not None:
-            slot.arena.retire(slot)
-        slot.param.grad = None
-        slot.remember_tensor()
         self._capture.attach(slot)
         if grad is not None:
-            self.accumulate([slot], [grad], [True], [slot], scale)
+            self.accumulate([slot], [grad], [True], [slot], self._scale)
+
+    def follow_order(self, slot: Slot) -> None:
+        """``Module.to(memory_format=...)`` or ``p.data = ...`` after wrapping: the kernels walk through a parameter and
+        its buffers in memory order, so that these must take the parameter's new one."""
+        param, arena = slot.param, slot.arena
+        views: list[Tensor] = []
+        if arena is not None and slot.view is not None:
+            if slot.view.shape != param.shape:
+                raise RuntimeError(
+                    f"{slot.name} had shape {tuple(slot.view.shape)} and now has {tuple(param.shape)}; accepted: the "
+                    "same shape. Wrap a new optimizer"
+                )
+            if param.grad is slot.view:
+                self.reattach(slot, slot.view)
+            views = [slot.view, *(view for view in slot.state.values() if view.shape == param.shape)]
+        values = [view.clone() for view in views]
+        slot.remember_order()
+        for view, value in zip(views, values, strict=True):
+            view.as_strided_(param.shape, slot.strides).copy_(value)  # in place: optimizer.state holds the same object
+        # The hook has the old order written into it.
+        self._capture.detach(slot)
+        self._capture.attach(slot)
 
     # Gradients --------------------------------------------------------------------------------------------------
 
@@ -179,7 +228,13 @@ class Registry:
 
     def reattach(self, slot: Slot, grad: Tensor) -> None:
         """Makes ``.grad`` the accumulator again, after somebody else changed what it is."""
-        if grad is slot.view and slot.arena is not None:
+        if not self._capture.is_attached(slot):
+            # There and back again (half() for an evaluation, then float()) leaves no other trace.
+            self._check_holds_nothing(slot, "was converted to another dtype or device and back")
+            slot.version = -1  # written to, perhaps; its memory may well be the old one again
+            slot.param.grad = None
+            self._hook_anew(slot, grad)
+        elif grad is slot.view and slot.arena is not None:
             # Module.to converts .grad in place, to memory of its own; the accumulator has the same values, and more.
             slot.keep_view(slot.arena.view_of(slot, slot.arena.acc))
             slot.param.grad = slot.view
@@ -209,14 +264,37 @@ class Registry:
         param.grad_dtype = param.dtype
         if grad is not None:
             param.grad = grad.to(param.dtype) if grad is not slot.view else grad.to(param.dtype, copy=True)
+        self._give_back_state(slot)
         if slot.arena is not None:
             slot.arena.retire(slot)
 
+    def _give_back_state(self, slot: Slot) -> None:
+        """State in the dtypes that torch itself would have loaded it in: its Adam refuses fp32 averages of a 16-bit
+        parameter. The master goes; the next wrapper would take it for newer than the parameter."""
+        held = self._optimizer.state.get(slot.param)
+        if not held:
+            return
+        held.pop("master_param", None)
+        for name, value in held.items():
+            if name != "step" and isinstance(value, Tensor) and value.is_floating_point():
+                held[name] = value.to(slot.param.dtype)
+        rule, arena = self._rule, slot.arena
+        if rule is None or rule.counts_steps or arena is None or rule.extra_name not in held:
+            return
+        if arena.steps[slot.index] == 0:
+            held[rule.extra_name] = None  # torch's sign that no update has filled the buffer yet
+
     def remove(self) -> None:
-        """Gives every parameter back to torch, with its gradient in its own dtype."""
+        """Gives every parameter back to torch, with gradient and state in its own dtype."""
         self._capture.flush()
         with torch.no_grad():
             for slot in list(self.slots.values()):
                 self._give_back(slot)
         self.slots.clear()
         self.arenas.clear()
+        self._removed = True
+
+    def __del__(self) -> None:
+        # Slots and arenas know each other: without this their memory would wait for the garbage collector.
+        for arena in self.arenas.values():
+            arena.slots.clear()

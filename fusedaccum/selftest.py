@@ -50,6 +50,15 @@ class _Buffers:
         ]  # fmt: skip
         self.hyper = torch.tensor([settings], dtype=torch.float64)
 
+    def to(self, device: torch.device) -> _Buffers:
+        """Moves everything to ``device``."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+            elif isinstance(value, list):
+                setattr(self, name, [tensor.to(device) for tensor in value])
+        return self
+
     def run(self, backend: Backend, n_windows: int = 1) -> list[Tensor]:
         """Windows of two micro-batches; returns everything written."""
         slots = list(range(len(_SIZES)))
@@ -57,7 +66,7 @@ class _Buffers:
             for micro_batch in range(2):
                 first = [micro_batch == 0] * len(slots)
                 backend.accumulate_(self.acc, self.partials, self.table, self.grads, slots, first, 1 / 3)
-            backend.measure_(self.partials, self.acc, self.table, slots)
+            backend.measure_(self.partials, self.acc, self.table, slots, list(_SIZES))
             backend.finalize_(
                 self.control, self.scalars, self.steps, self.partials, self.table, self.hyper, self.active,
                 self.rule, 1.5, 1.0, None, True,
@@ -76,16 +85,16 @@ class _Buffers:
         return [*used, self.partials, self.control, self.scalars, self.steps, *self.params, self.extra, *master]
 
 
-def check(backend: Backend) -> str | None:
-    """What is wrong with the backend on the CPU; None if all its results are the reference's, bit by bit.
+def check(backend: Backend, device: torch.device) -> str | None:
+    """What is wrong with the backend on ``device``; None if its results are those of the CPU's reference, bit by bit.
 
     The reference itself is held against numbers known beforehand, by ``check_capture``.
     """
     reference = choose(torch.device("cpu"), "reference")
     for dtype, rule in product(_GRAD_DTYPES, (layout.RULE_ADAM, layout.RULE_SGD)):
         expected = _Buffers(dtype, dtype, rule).run(reference)
-        found = _Buffers(dtype, dtype, rule).run(backend)
-        for want, have in zip(expected, found, strict=True):
+        found = _Buffers(dtype, dtype, rule).to(device).run(backend)
+        for want, have in zip(expected, [tensor.cpu() for tensor in found], strict=True):
             if not torch.equal(want, have):
                 worst = (want.double() - have.double()).abs().max().item()
                 return (

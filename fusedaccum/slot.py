@@ -33,6 +33,7 @@ class Slot:
         "n_elems",
         "name",
         "param",
+        "param_strides",
         "placement",
         "state",
         "strides",
@@ -70,9 +71,15 @@ class Slot:
         self.dtype = param.dtype
         self.device = param.device
         self.n_elems = param.numel()
-        self.strides = dense_strides(param.shape, param.stride())
-        self.is_contiguous = is_contiguous(param.shape, self.strides)
+        self.remember_order()
         self.remember_value()
+
+    def remember_order(self) -> None:
+        """Notes the memory order of the parameter as it is now."""
+        param = self.param
+        self.param_strides = param.stride()
+        self.strides = dense_strides(param.shape, self.param_strides)
+        self.is_contiguous = is_contiguous(param.shape, self.strides)
 
     def remember_value(self) -> None:
         """Notes the parameter's memory and version, to see later whether somebody else wrote to it."""

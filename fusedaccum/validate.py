@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from . import layout
+
 PARAM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -90,6 +92,15 @@ def check_param(name: str, param: Tensor) -> None:
         raise TypeError(
             f"{name} has dtype {_dtype(param)}; accepted: float32, float16, bfloat16. The accumulator is fp32; give "
             "such parameters to a plain optimizer of their own"
+        )
+
+
+def check_dense(name: str, param: Tensor) -> None:
+    """Raises for a parameter that the fused kernels, which walk through memory, cannot update."""
+    if not (param.is_contiguous() or layout.dense_strides(param.shape, param.stride()) == param.stride()):
+        raise ValueError(
+            f"{name} has gaps or overlaps in memory (shape {tuple(param.shape)}, strides {param.stride()}); accepted: "
+            "dense, in any order of dimensions"
         )
 
 

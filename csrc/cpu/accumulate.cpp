@@ -7,15 +7,6 @@
 namespace fusedaccum {
 namespace {
 
-GradType grad_type(ScalarType type, size_t i) {
-  switch (type) {
-    case ScalarType::Float: return kGradFloat;
-    case ScalarType::BFloat16: return kGradBFloat16;
-    case ScalarType::Half: return kGradHalf;
-    default: fail("accumulate_: grads[", i, "] has dtype ", dtype_name(type), "; accepted: float32, float16, bfloat16");
-  }
-}
-
 struct AccumulateTask {
   float* acc;
   double* partials;
@@ -42,12 +33,12 @@ void accumulate_cpu(Tensor acc, Tensor partials, Tensor table, std::vector<Tenso
   tasks.reserve(grads.size());
   n_elems.reserve(grads.size());
   for (size_t i = 0; i < grads.size(); ++i) {
-    const GradType type = grad_type(grads[i].scalar_type(), i);
+    const Dtype dtype = stored_dtype(op, "grads", i, grads[i]);
     const Slot& slot = slot_table.at(slots[i], "grads", i);
     slot_table.check_tensor(grads[i], slot, "grads", i);
     tasks.push_back({acc_data + slot.offset_elems, partials_data + slot.first_chunk,
-                     static_cast<const char*>(grads[i].const_data_ptr()), type == kGradFloat ? 4 : 2,
-                     isa.accumulate[type][first[i] != 0]});
+                     static_cast<const char*>(grads[i].const_data_ptr()), dtype == kFloat32 ? 4 : 2,
+                     isa.accumulate[dtype][first[i] != 0]});
     n_elems.push_back(slot.n_elems);
   }
   const float scale32 = static_cast<float>(scale);
@@ -57,7 +48,7 @@ void accumulate_cpu(Tensor acc, Tensor partials, Tensor table, std::vector<Tenso
   });
 }
 
-void measure_cpu(Tensor partials, Tensor acc, Tensor table, std::vector<int64_t> slots) {
+void measure_cpu(Tensor partials, Tensor acc, Tensor table, std::vector<int64_t> slots, std::vector<int64_t> n_elems) {
   const char* op = "measure_";
   const Kernels& isa = kernels();
   check_flat({op, "partials"}, partials, ScalarType::Double, 0);
@@ -65,11 +56,12 @@ void measure_cpu(Tensor partials, Tensor acc, Tensor table, std::vector<int64_t>
   const SlotTable slot_table(op, table, acc.numel(), partials.numel());
   const float* const acc_data = static_cast<const float*>(acc.const_data_ptr());
   double* const partials_data = static_cast<double*>(partials.mutable_data_ptr());
+  check_same_length(op, "slots", slots.size(), "n_elems", n_elems.size());
   std::vector<const Slot*> rows;
-  std::vector<int64_t> n_elems;
   for (size_t i = 0; i < slots.size(); ++i) {
     rows.push_back(&slot_table.at(slots[i], "slots", i));
-    n_elems.push_back(rows.back()->n_elems);
+    FA_CHECK(n_elems[i] == rows[i]->n_elems, op, ": n_elems[", i, "] is ", n_elems[i], "; accepted: the ",
+             rows[i]->n_elems, " of its slot");
   }
   for_each_chunk(n_elems, [&](size_t i, int64_t begin, int64_t n) {
     partials_data[rows[i]->first_chunk + begin / kChunk] = isa.sum_sq(acc_data + rows[i]->offset_elems + begin, n);

@@ -50,18 +50,8 @@ void finalize_cpu(Tensor control, Tensor scalars, Tensor steps, Tensor partials,
                   Tensor active, int64_t rule, double divisor_correction, double max_norm,
                   std::optional<Tensor> extra_sum_sq, bool advance) {
   const char* op = "finalize_";
-  check_flat({op, "control"}, control, ScalarType::Double, kControl);
-  check_flat({op, "partials"}, partials, ScalarType::Double, 0);
-  check_rows({op, "scalars"}, scalars, ScalarType::Float, kScalarColumns);
-  check_rows({op, "hyper"}, hyper, ScalarType::Double, kHyperColumns);
-  check_rows({op, "table"}, table, ScalarType::Long, kSlotColumns);
+  check_finalize(op, control, scalars, steps, partials, table, hyper, active, rule, extra_sum_sq);
   const int64_t n_slots = table.size(0);
-  check_flat({op, "steps"}, steps, ScalarType::Float, n_slots);
-  check_flat({op, "active"}, active, ScalarType::Byte, n_slots);
-  FA_CHECK(scalars.size(0) >= n_slots, op, ": scalars has ", scalars.size(0), " rows; accepted: at least ", n_slots);
-  FA_CHECK(rule == kAdam || rule == kSgd, op, ": rule is ", rule, "; accepted: 0 (Adam), 1 (SGD)");
-  if (extra_sum_sq.has_value()) check_flat({op, "extra_sum_sq"}, *extra_sum_sq, ScalarType::Double, 1);
-
   const SlotTable slot_table(op, table, -1, partials.numel());
   const uint8_t* const mask = static_cast<const uint8_t*>(active.const_data_ptr());
   for (int64_t slot = 0; slot < n_slots; ++slot) {

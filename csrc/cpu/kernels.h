@@ -7,13 +7,9 @@
 
 namespace fusedaccum {
 
-enum GradType { kGradFloat = 0, kGradBFloat16, kGradHalf, kGradTypes };
-// A parameter's storage: fp32 in place, 16 bits beside an fp32 master, or 16 bits alone.
-enum ParamType { kParamFloat = 0, kParamBFloat16Master, kParamHalfMaster, kParamBFloat16, kParamHalf, kParamTypes };
-
 struct AdamChunk {
   void* param;
-  float* master;  // null where the parameter type has none
+  float* master;  // null where the parameter kind has none
   float* exp_avg;
   float* exp_avg_sq;
   float* max_exp_avg_sq;  // null without amsgrad
@@ -30,10 +26,10 @@ struct SgdChunk {
 struct Kernels {
   const char* isa;
   // (acc, grad, n, scale) -> sum of squares of the resulting acc
-  double (*accumulate[kGradTypes][2])(float*, const void*, int64_t, float);  // [grad type][first add]
+  double (*accumulate[kDtypes][2])(float*, const void*, int64_t, float);  // [grad dtype][first add]
   double (*sum_sq)(const float*, int64_t);
-  void (*adam[kParamTypes][2])(const AdamChunk&, int64_t, const AdamScalars&);  // [param type][amsgrad]
-  void (*sgd[kParamTypes][2])(const SgdChunk&, int64_t, const SgdScalars&);     // [param type][momentum]
+  void (*adam[kParamKinds][2])(const AdamChunk&, int64_t, const AdamScalars&);  // [param kind][amsgrad]
+  void (*sgd[kParamKinds][2])(const SgdChunk&, int64_t, const SgdScalars&);     // [param kind][momentum]
 };
 
 // Instruction set extensions are requested per file, by pragma, so that one set of compiler flags builds all

@@ -12,7 +12,7 @@ using torch::stable::Tensor;
 
 void accumulate_cpu(Tensor acc, Tensor partials, Tensor table, std::vector<Tensor> grads, std::vector<int64_t> slots,
                     std::vector<int64_t> first, double scale);
-void measure_cpu(Tensor partials, Tensor acc, Tensor table, std::vector<int64_t> slots);
+void measure_cpu(Tensor partials, Tensor acc, Tensor table, std::vector<int64_t> slots, std::vector<int64_t> n_elems);
 void finalize_cpu(Tensor control, Tensor scalars, Tensor steps, Tensor partials, Tensor table, Tensor hyper,
                   Tensor active, int64_t rule, double divisor_correction, double max_norm,
                   std::optional<Tensor> extra_sum_sq, bool advance);

@@ -7,22 +7,11 @@
 namespace fusedaccum {
 namespace {
 
-ParamType param_type(const char* op, ScalarType type, bool has_master, size_t i) {
-  switch (type) {
-    case ScalarType::Float:
-      FA_CHECK(!has_master, op, ": params[", i, "] has dtype float32 and a master; accepted: no master");
-      return kParamFloat;
-    case ScalarType::BFloat16: return has_master ? kParamBFloat16Master : kParamBFloat16;
-    case ScalarType::Half: return has_master ? kParamHalfMaster : kParamHalf;
-    default: fail(op, ": params[", i, "] has dtype ", dtype_name(type), "; accepted: float32, float16, bfloat16");
-  }
-}
-
 struct StepTask {
   const Slot* slot;
   char* param;
   int64_t param_bytes;
-  ParamType type;
+  ParamKind kind;
   float* master;  // at the slot's first element, or null
   float* extra;   // max_exp_avg_sq or momentum_buffer, likewise
 };
@@ -47,11 +36,13 @@ std::vector<StepTask> step_tasks(const char* op, const std::vector<Tensor>& para
     table.check_tensor(params[i], slot, "params", i);
     const bool has_master = slot.master_offset_elems >= 0;
     const bool has_extra = slot.extra_offset_elems >= 0;
-    const ParamType type = param_type(op, params[i].scalar_type(), has_master, i);
+    const Dtype dtype = stored_dtype(op, "params", i, params[i]);
+    FA_CHECK(dtype != kFloat32 || !has_master, op, ": params[", i,
+             "] has dtype float32 and a master; accepted: no master");
     if (has_master) check_within(op, "master", master, slot.master_offset_elems, slot.n_elems, i);
     if (has_extra) check_within(op, extra_name, extra, slot.extra_offset_elems, slot.n_elems, i);
-    tasks.push_back({&slot, static_cast<char*>(params[i].mutable_data_ptr()), type == kParamFloat ? 4 : 2, type,
-                     has_master ? master_data + slot.master_offset_elems : nullptr,
+    tasks.push_back({&slot, static_cast<char*>(params[i].mutable_data_ptr()), dtype == kFloat32 ? 4 : 2,
+                     param_kind(dtype, has_master), has_master ? master_data + slot.master_offset_elems : nullptr,
                      has_extra ? extra_data + slot.extra_offset_elems : nullptr});
     n_elems.push_back(slot.n_elems);
   }
@@ -84,7 +75,7 @@ void adam_step_cpu(std::vector<Tensor> params, Tensor exp_avg, Tensor exp_avg_sq
     const AdamScalars& scalar_row = rows[slots[i]];
     const bool amsgrad = scalar_row.amsgrad != 0.0f && task.extra != nullptr;
     const int64_t at = task.slot->offset_elems + begin;
-    isa.adam[task.type][amsgrad](
+    isa.adam[task.kind][amsgrad](
         {task.param + begin * task.param_bytes, task.master ? task.master + begin : nullptr, exp_avg_data + at,
          exp_avg_sq_data + at, amsgrad ? task.extra + begin : nullptr, acc_data + at},
         n, scalar_row);
@@ -107,7 +98,7 @@ void sgd_step_cpu(std::vector<Tensor> params, std::optional<Tensor> momentum_buf
     const StepTask& task = tasks[i];
     const SgdScalars& scalar_row = rows[slots[i]];
     const bool momentum = scalar_row.momentum != 0.0f && task.extra != nullptr;
-    isa.sgd[task.type][momentum]({task.param + begin * task.param_bytes, task.master ? task.master + begin : nullptr,
+    isa.sgd[task.kind][momentum]({task.param + begin * task.param_bytes, task.master ? task.master + begin : nullptr,
                                   momentum ? task.extra + begin : nullptr, acc_data + task.slot->offset_elems + begin},
                                  n, scalar_row);
   });

@@ -1,0 +1,149 @@
+"""Fixtures that every test file may use, and the only place where tests are skipped."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from fusedaccum import backends
+
+# Where each backend is tested. A further one (cuda, triton) is a further entry.
+BACKEND_DEVICES = {"native": "cpu", "reference": "cpu"}
+
+ROOT = Path(__file__).parent.parent
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.manual_seed(0)
+
+
+def _skip_unless_served(name: str) -> str:
+    reason = backends.why_not(name, torch.device(BACKEND_DEVICES[name]))
+    if reason is not None:
+        pytest.skip(f"the {name} backend cannot serve {BACKEND_DEVICES[name]}: {reason}")
+    return name
+
+
+# Session scope lets hypothesis tests take the backend too.
+@pytest.fixture(scope="session", params=BACKEND_DEVICES)
+def backend_name(request: pytest.FixtureRequest) -> str:
+    """Each backend's name in turn."""
+    return _skip_unless_served(request.param)
+
+
+@pytest.fixture(scope="session")
+def device(backend_name: str) -> torch.device:
+    """Where the tensors for ``backend`` belong."""
+    return torch.device(BACKEND_DEVICES[backend_name])
+
+
+@pytest.fixture(scope="session")
+def backend(backend_name: str, device: torch.device) -> backends.Backend:
+    """Each backend in turn, asked for by name, so that it never falls back."""
+    return backends.choose(device, backend_name)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tests of many small ops, whose threads would mostly wait for each other. test_isa.py has the threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def reference() -> backends.Backend:
+    """What the other backends are compared with."""
+    return backends.choose(torch.device("cpu"), "reference")
+
+
+@pytest.fixture(scope="session")
+def native() -> backends.Backend:
+    """The compiled CPU library."""
+    return backends.choose(torch.device("cpu"), _skip_unless_served("native"))
+
+
+@pytest.fixture(scope="session")
+def math_module(request: pytest.FixtureRequest) -> ModuleType:
+    """``csrc/math.h``, element by element (``math_module.cpp``), compiled when it or the header changes."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("csrc/math.h cannot be tested element by element: neither g++ nor clang++ is on PATH")
+    if importlib.util.find_spec("pybind11") is None:
+        pytest.skip("csrc/math.h cannot be tested element by element: pybind11 is not installed")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        pytest.skip("csrc/math.h cannot be tested element by element: Python.h is not installed")
+    import pybind11
+
+    # The floating-point flags are those of setup.py: they are part of what is tested.
+    command = [compiler, "-O2", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden"]
+    command += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
+    command += [f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}", f"-I{ROOT / 'csrc'}"]
+    sources = [ROOT / "tests" / "math_module.cpp", ROOT / "csrc" / "math.h", ROOT / "csrc" / "layout.h"]
+    key = hashlib.sha256("\0".join([sys.version, pybind11.__version__, *command]).encode())
+    for source in sources:
+        key.update(source.read_bytes())
+    folder = Path(request.config.cache.mkdir("math_module"))
+    library = folder / f"math_module_{key.hexdigest()[:16]}.so"
+    if not library.exists():
+        unfinished = library.with_suffix(f".{os.getpid()}")
+        build = subprocess.run([*command, str(sources[0]), "-o", str(unfinished)], capture_output=True, text=True)
+        assert build.returncode == 0, build.stderr
+        unfinished.replace(library)
+    spec = importlib.util.spec_from_file_location("math_module", library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _denormals_flushed() -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    try:
+        assert (np.array([2.0**-130], np.float32) * np.float32(1.0)).item() == 0.0, "denormals are not flushed"
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.fixture(params=["denormals kept", "denormals flushed"])
+def denormals(request: pytest.FixtureRequest) -> Callable[[], AbstractContextManager[None]]:
+    """A context for the call under test: nothing, and as users of torch.set_flush_denormal have it."""
+    if request.param == "denormals kept":
+        return nullcontext
+    if not torch.set_flush_denormal(True):
+        pytest.skip("torch.set_flush_denormal does not work on this processor")
+    torch.set_flush_denormal(False)
+    return _denormals_flushed
+
+
+@pytest.fixture(scope="session")
+def isas(native: backends.Backend) -> list[str]:
+    """The instruction sets that this processor runs and the library was built with, from the library itself."""
+    run = subprocess.run(
+        [sys.executable, "-c", "import torch\nfrom fusedaccum import backends\nbackends.cpu_library()"],
+        env={**os.environ, "FUSEDACCUM_ISA": "none such"},
+        capture_output=True,
+        text=True,
+    )
+    found = re.search(r"accepted by this processor and build: (.*)", run.stderr)
+    assert found, run.stderr
+    accepted = found[1].split(", ")
+    if len(accepted) == 1:
+        pytest.skip(f"only one instruction set runs here: {accepted[0]}")
+    return accepted
