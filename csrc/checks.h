@@ -50,16 +50,20 @@ inline const char* dtype_name(ScalarType type) {
   }
 }
 
-// How `tensor` is stored. The message lists what all ops accept for gradients and parameters.
+// How `tensor` is stored. The message lists what all ops accept for gradients and parameters. Asked once for every
+// tensor of every bucket, so torch's numbers are compared directly: Tensor::scalar_type() goes through all dtypes in
+// turn.
 inline Dtype stored_dtype(const char* op, const char* list, size_t i, const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float: return kFloat32;
-    case ScalarType::BFloat16: return kBFloat16;
-    case ScalarType::Half: return kFloat16;
-    default:
-      fail(op, ": ", list, "[", i, "] has dtype ", dtype_name(tensor.scalar_type()),
-           "; accepted: float32, float16, bfloat16");
-  }
+  static const int32_t float32 = aoti_torch_dtype_float32();
+  static const int32_t bfloat16 = aoti_torch_dtype_bfloat16();
+  static const int32_t float16 = aoti_torch_dtype_float16();
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  if (dtype == bfloat16) return kBFloat16;
+  if (dtype == float32) return kFloat32;
+  if (dtype == float16) return kFloat16;
+  fail(op, ": ", list, "[", i, "] has dtype ", dtype_name(tensor.scalar_type()),
+       "; accepted: float32, float16, bfloat16");
 }
 
 struct OpArgument {

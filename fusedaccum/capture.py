@@ -269,7 +269,6 @@ class Capture:
                 not is_contiguous
                 or grad.dtype is not dtype
                 or not grad.is_contiguous()
-                or grad.is_neg()
                 or (current is not None and current is not slot.view)
             ):
                 bucket.odd.add(slot)

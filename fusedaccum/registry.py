@@ -15,6 +15,11 @@ from .rules import Rule, check_group
 from .slot import Slot
 
 
+def stream_of(device: torch.device) -> int:
+    """The current stream of a CUDA device; 0 on devices whose autograd nodes remember none."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
 class Registry:
     """The slots of all parameters of ``optimizer.param_groups``, by parameter, and the arenas they lie in.
 
@@ -43,6 +48,7 @@ class Registry:
         self._params_seen: list[Tensor] = []
         self._dtypes: list[torch.dtype] = []
         self._devices: list[torch.device] = []
+        self._streams: dict[torch.device, int] = {}  # where the AccumulateGrad nodes were made
         self._scale = 1.0
         self._removed = False
 
@@ -93,6 +99,8 @@ class Registry:
         self._params_seen = list(self.slots)
         self._dtypes = [slot.dtype for slot in self.slots.values()]
         self._devices = [slot.device for slot in self.slots.values()]
+        for device in set(self._devices):
+            self._streams.setdefault(device, stream_of(device))
         if scale != 1.0:
             for slot in new:
                 grad, slot.param.grad = slot.param.grad, None
@@ -120,6 +128,18 @@ class Registry:
                 if slot.param.dtype is not slot.dtype or slot.param.device != slot.device:
                     self._follow(slot)
             self.adopt_new_groups(scale)
+        for device, stream in self._streams.items():
+            if stream_of(device) != stream:
+                self._follow_stream(device)
+
+    def _follow_stream(self, device: torch.device) -> None:
+        """Takes the nodes anew: each remembers the stream that was current when it was made, and runs there. torch warns
+        of a mismatch since 2.10, and a node of the default stream breaks the capture of a CUDA graph."""
+        self._streams[device] = stream_of(device)
+        for slot in self.slots.values():
+            if slot.device == device:
+                self._capture.detach(slot)
+                self._capture.attach(slot)
 
     def _follow(self, slot: Slot) -> None:
         """``Module.to`` after wrapping: torch has dropped the node, hooks and all, and ``.grad`` is torch's own."""
@@ -191,9 +211,10 @@ class Registry:
                 is not ours.
             scale: 1/K of a window, or 1.
         """
-        late = [slot for slot in slots if slot.arena is None]
-        if late:
-            self.make_room(late)
+        if odd or True in first:
+            late = [slot for slot in slots if slot.arena is None]
+            if late:
+                self.make_room(late)
         arena = slots[0].arena
         assert arena is not None
         for i in reversed([i for i, slot in enumerate(slots) if slot in odd]) if odd else ():

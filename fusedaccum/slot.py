@@ -118,8 +118,6 @@ class Slot:
 
     def in_order(self, tensor: Tensor) -> Tensor:
         """``tensor`` (any strides, the parameter's shape) in this slot's memory order; a copy only if it must be."""
-        if tensor.is_neg():  # a lazily negated view: the kernels read memory as it lies
-            tensor = tensor.resolve_neg()
         if tensor.is_contiguous() if self.is_contiguous else tensor.stride() == self.strides:
             return tensor
         return torch.empty_strided(tensor.shape, self.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

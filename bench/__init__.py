@@ -1,0 +1,1 @@
+"""Benchmarks and the demo. ``python -m bench`` measures, ``python -m bench.demo`` shows; nothing here is installed."""
