@@ -11,7 +11,7 @@ STAMP = $(VENV)/.installed
 install: $(STAMP)
 
 # torch comes first and by itself: a requirement without a version would let pip fetch a build with CUDA.
-$(STAMP): pyproject.toml setup.py $(wildcard csrc/*.h csrc/cpu/*)
+$(STAMP): pyproject.toml setup.py $(wildcard csrc/*.h csrc/cpu/* csrc/cuda/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet "setuptools>=77" wheel ninja

@@ -75,7 +75,7 @@ class _Bucket:
     and no garbage collector sees through the C++ side.
     """
 
-    __slots__ = ("_capture", "first", "grads", "n_bytes", "odd", "task")
+    __slots__ = ("_capture", "grads", "n_bytes", "odd", "task")
 
     def __init__(self, capture: Capture) -> None:
         self._capture = weakref.ref(capture)
@@ -86,10 +86,8 @@ class _Bucket:
     def clear(self) -> None:
         """Forgets what waits."""
         self.grads: dict[Slot, Tensor] = {}
-        self.first: list[bool] = []
-        """For each gradient, whether its parameter had no ``.grad``."""
         self.odd: set[Slot] = set()
-        """Slots whose gradient or present ``.grad`` is out of the ordinary."""
+        """Slots whose gradient is not plainly contiguous in the parameter's dtype."""
         self.n_bytes = 0
 
     def enter(self, task: int) -> bool:
@@ -106,10 +104,15 @@ class _Bucket:
         capture = self._capture()
         if capture is not None and self.grads:
             # Emptied first: should the sink fail, the error must not repeat at every later flush.
-            grads, first, odd = self.grads, self.first, self.odd
+            grads, odd = self.grads, self.odd
             self.clear()
+            slots = list(grads)
+            # In one loop, whose cache misses overlap; in the hook each of them is waited for.
+            current = [slot.param.grad for slot in slots]
+            if list(map(id, current)) != [id(slot.view) for slot in slots]:
+                odd.update(s for s, grad in zip(slots, current, strict=True) if grad is not None and grad is not s.view)
             with torch.no_grad():
-                capture.sink(list(grads), list(grads.values()), first, odd)
+                capture.sink(slots, list(grads.values()), [grad is None for grad in current], odd)
 
 
 class _EndOfBackward:
@@ -262,15 +265,8 @@ class Capture:
             if slot in bucket.grads:
                 bucket.flush()
             bucket.grads[slot] = grad
-            # Looked at here, while the processor still has both tensors at hand.
-            current = param.grad
-            bucket.first.append(current is None)
-            if (
-                not is_contiguous
-                or grad.dtype is not dtype
-                or not grad.is_contiguous()
-                or (current is not None and current is not slot.view)
-            ):
+            # Looked at here, while the processor still has the tensor at hand.
+            if not is_contiguous or grad.dtype is not dtype or not grad.is_contiguous():
                 bucket.odd.add(slot)
             bucket.n_bytes += n_bytes
             # Somebody's post-accumulate hook runs right after the node and is to see the sum.

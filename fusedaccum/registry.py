@@ -133,8 +133,10 @@ class Registry:
                 self._follow_stream(device)
 
     def _follow_stream(self, device: torch.device) -> None:
-        """Takes the nodes anew: each remembers the stream that was current when it was made, and runs there. torch warns
-        of a mismatch since 2.10, and a node of the default stream breaks the capture of a CUDA graph."""
+        """Takes the nodes anew: each remembers the stream that was current when it was made, and runs there.
+
+        torch warns of a mismatch since 2.10, and a node of the default stream breaks the capture of a CUDA graph.
+        """
         self._streams[device] = stream_of(device)
         for slot in self.slots.values():
             if slot.device == device:

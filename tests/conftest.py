@@ -18,11 +18,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from ptxrun import cuda as ptx_cuda
 
+from bench import cuda_code
+from bench.on_device import on_device
 from fusedaccum import backends
 
-# Where each backend is tested. A further one (cuda, triton) is a further entry.
-BACKEND_DEVICES = {"native": "cpu", "reference": "cpu"}
+# Where each backend is tested. A further one (triton) is a further entry.
+BACKEND_DEVICES = {"native": "cpu", "reference": "cpu", "cuda": "cuda"}
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,28 +36,67 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def _skip_unless_served(name: str) -> str:
     reason = backends.why_not(name, torch.device(BACKEND_DEVICES[name]))
+    if reason is None and BACKEND_DEVICES[name] == "cuda" and not torch.cuda.is_available():
+        reason = "torch sees no GPU"
     if reason is not None:
         pytest.skip(f"the {name} backend cannot serve {BACKEND_DEVICES[name]}: {reason}")
     return name
 
 
 # Session scope lets hypothesis tests take the backend too.
-@pytest.fixture(scope="session", params=BACKEND_DEVICES)
+@pytest.fixture(scope="session", params=[name for name, device in BACKEND_DEVICES.items() if device == "cpu"])
 def backend_name(request: pytest.FixtureRequest) -> str:
-    """Each backend's name in turn."""
+    """The name of each backend that serves the CPU, in turn: for tests whose parameters lie there."""
     return _skip_unless_served(request.param)
 
 
-@pytest.fixture(scope="session")
-def device(backend_name: str) -> torch.device:
-    """Where the tensors for ``backend`` belong."""
-    return torch.device(BACKEND_DEVICES[backend_name])
+@pytest.fixture(scope="session", params=BACKEND_DEVICES)
+def backend(request: pytest.FixtureRequest) -> backends.Backend:
+    """Each backend in turn, asked for by name, so that it never falls back. All take CPU tensors, which are carried to
+    the device of the backend and back."""
+    name = _skip_unless_served(request.param)
+    device = torch.device(BACKEND_DEVICES[name])
+    chosen = backends.choose(device, name)
+    return chosen if device.type == "cpu" else on_device(chosen, device)
+
+
+def need_host_table(backend: backends.Backend) -> None:
+    """For bad input that only ``table`` shows."""
+    if BACKEND_DEVICES[backend.name] != "cpu":
+        pytest.skip(f"the {backend.name} backend cannot look into a table on the device; the arena vouches for it")
 
 
 @pytest.fixture(scope="session")
-def backend(backend_name: str, device: torch.device) -> backends.Backend:
-    """Each backend in turn, asked for by name, so that it never falls back."""
-    return backends.choose(device, backend_name)
+def gpu() -> torch.device:
+    """A GPU that the CUDA library serves."""
+    return torch.device(BACKEND_DEVICES[_skip_unless_served("cuda")])
+
+
+@pytest.fixture(scope="session")
+def build_script() -> ModuleType:
+    """``setup.py``."""
+    try:
+        return cuda_code.build_script()
+    except cuda_code.MissingToolError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def cuda_kernels(request: pytest.FixtureRequest) -> list[cuda_code.Kernel]:
+    """Every CUDA kernel for every architecture; compiled when the sources, the flags or the tools change."""
+    try:
+        return cuda_code.kernels(Path(request.config.cache.mkdir("cuda_code")))
+    except cuda_code.MissingToolError as error:
+        pytest.skip(f"the machine code of the CUDA kernels cannot be looked at: {error}")
+
+
+@pytest.fixture(scope="session")
+def cuda_library() -> Path:
+    """The built CUDA library."""
+    record = backends.build_record()["cuda"]
+    if not record["built"]:
+        pytest.skip(f"the CUDA library was not built: {record['reason']}")
+    return Path(backends.__file__).parent / "_cuda.so"
 
 
 @pytest.fixture(scope="module")
@@ -78,37 +120,57 @@ def native() -> backends.Backend:
     return backends.choose(torch.device("cpu"), _skip_unless_served("native"))
 
 
-@pytest.fixture(scope="session")
-def math_module(request: pytest.FixtureRequest) -> ModuleType:
-    """``csrc/math.h``, element by element (``math_module.cpp``), compiled when it or the header changes."""
+def _compiled(request: pytest.FixtureRequest, name: str, headers: tuple[str, ...]) -> ModuleType:
+    """The extension module ``tests/<name>.cpp``, compiled when it or one of ``headers``, below csrc, changes."""
+    tested = f"csrc/{headers[0]} cannot be tested by itself"
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        pytest.skip("csrc/math.h cannot be tested element by element: neither g++ nor clang++ is on PATH")
+        pytest.skip(f"{tested}: neither g++ nor clang++ is on PATH")
     if importlib.util.find_spec("pybind11") is None:
-        pytest.skip("csrc/math.h cannot be tested element by element: pybind11 is not installed")
+        pytest.skip(f"{tested}: pybind11 is not installed")
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        pytest.skip("csrc/math.h cannot be tested element by element: Python.h is not installed")
+        pytest.skip(f"{tested}: Python.h is not installed")
     import pybind11
 
     # The floating-point flags are those of setup.py: they are part of what is tested.
     command = [compiler, "-O2", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden"]
     command += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
     command += [f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}", f"-I{ROOT / 'csrc'}"]
-    sources = [ROOT / "tests" / "math_module.cpp", ROOT / "csrc" / "math.h", ROOT / "csrc" / "layout.h"]
+    sources = [ROOT / "tests" / f"{name}.cpp", *(ROOT / "csrc" / header for header in headers)]
     key = hashlib.sha256("\0".join([sys.version, pybind11.__version__, *command]).encode())
     for source in sources:
         key.update(source.read_bytes())
-    folder = Path(request.config.cache.mkdir("math_module"))
-    library = folder / f"math_module_{key.hexdigest()[:16]}.so"
+    folder = Path(request.config.cache.mkdir(name))
+    library = folder / f"{name}_{key.hexdigest()[:16]}.so"
     if not library.exists():
         unfinished = library.with_suffix(f".{os.getpid()}")
         build = subprocess.run([*command, str(sources[0]), "-o", str(unfinished)], capture_output=True, text=True)
         assert build.returncode == 0, build.stderr
         unfinished.replace(library)
-    spec = importlib.util.spec_from_file_location("math_module", library)
+    spec = importlib.util.spec_from_file_location(name, library)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def math_module(request: pytest.FixtureRequest) -> ModuleType:
+    """``csrc/math.h``, element by element (``math_module.cpp``)."""
+    return _compiled(request, "math_module", ("math.h", "layout.h"))
+
+
+@pytest.fixture(scope="session")
+def plan_module(request: pytest.FixtureRequest) -> ModuleType:
+    """``csrc/cuda/plan.h``: the grids and parameter blocks of CUDA launches (``plan_module.cpp``)."""
+    return _compiled(request, "plan_module", ("cuda/plan.h", "layout.h"))
+
+
+@pytest.fixture(scope="session")
+def ptx_plan(plan_module: ModuleType) -> ModuleType:
+    """``plan_module``, for tests that run the PTX of csrc/cuda in the interpreter."""
+    if ptx_cuda.nvcc_path() is None:
+        pytest.skip("the PTX of csrc/cuda cannot be made: nvcc (CUDA toolkit) is neither on PATH nor in CUDA_HOME")
+    return plan_module
 
 
 @contextmanager

@@ -1,0 +1,6 @@
+"""The instruction families; importing them fills BUILDERS."""
+
+from . import bitwise, compare, control, convert, floating, integer, memory, move, warp
+from .base import BUILDERS
+
+__all__ = ["BUILDERS", "bitwise", "compare", "control", "convert", "floating", "integer", "memory", "move", "warp"]

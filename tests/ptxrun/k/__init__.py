@@ -1,0 +1,1 @@
+"""Sample kernels for the interpreter's own tests."""
