@@ -190,7 +190,8 @@ def native() -> dict[str, object]:
     extension = CppExtension(
         "fusedaccum._cpu",
         sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cpu").glob("*.cpp")),
-        depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h")),
+        # The CUDA sources too: what is named here goes into a source distribution.
+        depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")),
         extra_compile_args={"cxx": flags},
         py_limited_api=True,
     )
