@@ -23,6 +23,7 @@ struct SgdChunk {
   const float* acc;
 };
 
+// 27 loops an instruction set: 6 to accumulate, 1 to measure, 10 for each rule.
 struct Kernels {
   const char* isa;
   // (acc, grad, n, scale) -> sum of squares of the resulting acc

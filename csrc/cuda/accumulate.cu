@@ -45,8 +45,8 @@ template <typename Grad, bool kFirst, bool kAligned>
 __device__ __forceinline__ void accumulate_chunk(float* acc, const Grad* grad, int n, float scale, Lanes& lanes) {
   const int first_lane = static_cast<int>(threadIdx.x) * kPerThread;
   const int full = n / kLanes * kLanes;
-  // Not unrolled: two rows do not fit into 40 registers, and 48 bytes in flight for each of a full multiprocessor's 1,536
-  // threads should do (an estimate: 4.8 TB/s over the 132 of an H200 at 700 ns are 25 KB each; these are 74).
+  // Not unrolled: two rows do not fit into 40 registers, and 48 bytes in flight for each of a full multiprocessor's
+  // 1,536 threads should do (an estimate: 4.8 TB/s over the 132 of an H200 at 700 ns are 25 KB each; these are 74).
 #pragma unroll 1
   for (int row = 0; row < full; row += kLanes) {
     accumulate_row<Grad, kFirst, kAligned>(acc + row + first_lane, grad + row + first_lane, scale, lanes);

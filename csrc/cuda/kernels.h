@@ -1,4 +1,7 @@
 // The launchers: what bind.cpp calls and the .cu files define.
+//
+// Seven kernels an architecture: accumulate, adam and sgd in two sizes of parameter block, and finalize. Dtypes,
+// masters, AMSGrad, momentum and alignment are branches inside, which all threads of a block take together.
 #pragma once
 
 #include <cuda_runtime_api.h>
