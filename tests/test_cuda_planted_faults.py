@@ -261,12 +261,16 @@ FAULTS = {
         "misaligned global",
     ),
     "narrow loads": Fault(
-        "vec.cuh", "if (kAligned) {\n    const float4 words", "if (false) {\n    const float4 words", grads, NARROW
+        "vec.cuh",
+        "if (kAligned) {\n    const uint4 words = load16<kGlobal>(from);\n    out[0]",
+        "if (false) {\n    const uint4 words = load16<kGlobal>(from);\n    out[0]",
+        grads,
+        NARROW,
     ),
     "narrow stores": Fault(
         "vec.cuh",
-        "if (kAligned) {\n    *reinterpret_cast<float4*>",
-        "if (false) {\n    *reinterpret_cast<float4*>",
+        "if (kAligned) {\n    store16<kGlobal>(to, make_uint4(bits_of",
+        "if (false) {\n    store16<kGlobal>(to, make_uint4(bits_of",
         grads,
         NARROW,
     ),
