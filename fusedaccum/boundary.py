@@ -143,8 +143,9 @@ class Boundary:
         moved = arena.ensure_state(slots, extra, [self.wants_master(slot) for slot in slots])
         if moved:
             # Growth made every view anew: those in optimizer.state must follow.
+            given = set(slots)
             for slot in arena.slots:
-                if slot is not None and slot.state and slot not in slots:
+                if slot is not None and slot.state and slot not in given:
                     self._fill(arena, slot)
         for slot in slots:
             self._fill(arena, slot)
@@ -181,8 +182,8 @@ class Boundary:
         master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(torch.float32)))
         slot.remember_value()
 
-    def sync_masters(self, only_noticed: bool) -> None:
-        """Takes parameters into their masters: all, or those that torch says were written to."""
+    def sync_masters(self) -> None:
+        """Takes all parameters into their masters, written to or not."""
         for slot in self._registry.slots.values():
-            if slot.has_master and (not only_noticed or slot.was_written()):
+            if slot.has_master:
                 self._sync_master(slot)

@@ -286,7 +286,7 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
         are noticed by ``step``.
         """
         with torch.no_grad():
-            self._boundary.sync_masters(only_noticed=False)
+            self._boundary.sync_masters()
 
     def remove(self) -> torch.optim.Optimizer:
         """Gives the model back to plain torch and returns the wrapped optimizer.
