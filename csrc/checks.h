@@ -89,6 +89,22 @@ inline void check_same_length(const char* op, const char* a, size_t n_a, const c
   FA_CHECK(n_a == n_b, op, ": ", b, " has ", n_b, " entries; accepted: ", n_a, ", one for each of ", a);
 }
 
+// A slot twice in one call would be written by two threads at once.
+class OnceEach {
+ public:
+  OnceEach(const char* op, int64_t n_slots) : op_(op), seen_(static_cast<size_t>(n_slots)) {}
+
+  // `slot` is within the table: SlotTable::at and the CUDA ops check that first.
+  void check(int64_t slot, size_t i) {
+    FA_CHECK(!seen_[static_cast<size_t>(slot)], op_, ": slots[", i, "] is ", slot, " again; accepted: each slot once");
+    seen_[static_cast<size_t>(slot)] = true;
+  }
+
+ private:
+  const char* op_;
+  std::vector<bool> seen_;
+};
+
 // True where the elements fill a block of memory without gaps or overlaps, in whatever order.
 inline bool is_dense(const Tensor& tensor) {
   if (tensor.is_contiguous()) return true;

@@ -36,7 +36,7 @@ All flat buffers are contiguous, on one device, and laid out by ``layout.Layout`
     ``max_exp_avg_sq``, ``momentum_buffer``: float32, at the offsets of the slot's last two columns, None where no slot
     has any.
 
-All raise RuntimeError on arguments that do not fit, before anything is written.
+All raise RuntimeError on arguments that do not fit (a slot named twice too), before anything is written.
 """
 
 from __future__ import annotations

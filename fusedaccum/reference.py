@@ -35,9 +35,10 @@ def accumulate_(
     rows = _rows(op, table)
     _check_same_length(op, "grads", grads, "slots", slots)
     _check_same_length(op, "grads", grads, "first", first)
+    seen: set[int] = set()
     for i, (grad, slot) in enumerate(zip(grads, slots, strict=True)):
         _check_dtype(op, "grads", i, grad)
-        _check_slot(op, "grads", i, grad, rows, slot, acc.numel(), partials.numel())
+        _check_slot(op, "grads", i, grad, rows, slot, acc.numel(), partials.numel(), seen)
     for grad, slot, is_first in zip(grads, slots, first, strict=True):
         offset, n_elems, first_chunk = rows[slot][:3]
         if n_elems == 0:
@@ -54,8 +55,9 @@ def measure_(partials: Tensor, acc: Tensor, table: Tensor, slots: Sequence[int],
     _check_flat(op, "acc", acc, torch.float32)
     rows = _rows(op, table)
     _check_same_length(op, "slots", slots, "n_elems", n_elems)
+    seen: set[int] = set()
     for i, slot in enumerate(slots):
-        _check_slot(op, "slots", i, None, rows, slot, acc.numel(), partials.numel())
+        _check_slot(op, "slots", i, None, rows, slot, acc.numel(), partials.numel(), seen)
         if n_elems[i] != rows[slot][1]:
             raise RuntimeError(f"{op}: n_elems[{i}] is {n_elems[i]}; accepted: the {rows[slot][1]} of its slot")
     for slot, n in zip(slots, n_elems, strict=True):
@@ -96,7 +98,7 @@ def finalize_(
         if not 0 <= rows[slot][3] < hyper.shape[0]:
             raise RuntimeError(f"{op}: table[{slot}] has group {rows[slot][3]}; accepted: 0 to {hyper.shape[0] - 1}")
     for slot in taking_part:
-        _check_slot(op, "active", slot, None, rows, slot, None, partials.numel())
+        _check_slot(op, "active", slot, None, rows, slot, None, partials.numel(), set())
 
     sum_sq = _active_sum(partials, table, active)
     if extra_sum_sq is not None:
@@ -356,6 +358,7 @@ def _check_slot(
     slot: int,
     n_acc: int | None,
     n_partials: int | None,
+    seen: set[int],
 ) -> None:
     if not 0 <= slot < len(rows):
         raise RuntimeError(f"{op}: slots[{i}] is {slot}; accepted: 0 to {len(rows) - 1}")
@@ -371,6 +374,9 @@ def _check_slot(
             f"{op}: {name}[{i}] has chunks {first_chunk} to {end}; "
             f"accepted: within the {n_partials} entries of partials"
         )
+    if slot in seen:
+        raise RuntimeError(f"{op}: slots[{i}] is {slot} again; accepted: each slot once")
+    seen.add(slot)
     if tensor is None:
         return
     if tensor.numel() != n_elems:
@@ -406,8 +412,9 @@ def _checked_step(
     for name, buffer in (("master", master), (extra_name, extra)):
         if buffer is not None:
             _check_flat(op, name, buffer, torch.float32)
+    seen: set[int] = set()
     for i, (param, slot) in enumerate(zip(params, slots, strict=True)):
-        _check_slot(op, "params", i, param, rows, slot, acc.numel(), None)
+        _check_slot(op, "params", i, param, rows, slot, acc.numel(), None, seen)
         _check_dtype(op, "params", i, param)
         n_elems, master_offset, extra_offset = rows[slot][1], rows[slot][4], rows[slot][5]
         if param.dtype == torch.float32 and master_offset >= 0:

@@ -104,6 +104,7 @@ TABLE = [
 SLOTS = [
     ("slots", entry(1, 2), "slots[1] is 2; accepted: 0 to 1"),
     ("slots", entry(0, -1), "slots[0] is -1; accepted: 0 to 1"),
+    ("slots", entry(1, 0), "slots[1] is 0 again; accepted: each slot once"),
 ]
 ACC = [
     ("acc", lambda t: t.double(), has_dtype("acc", "float64", "float32")),

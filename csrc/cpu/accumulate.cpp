@@ -30,11 +30,13 @@ void accumulate_cpu(Tensor acc, Tensor partials, Tensor table, std::vector<Tenso
   double* const partials_data = static_cast<double*>(partials.mutable_data_ptr());
   std::vector<AccumulateTask> tasks;
   std::vector<int64_t> n_elems;
+  OnceEach once(op, slot_table.size());
   tasks.reserve(grads.size());
   n_elems.reserve(grads.size());
   for (size_t i = 0; i < grads.size(); ++i) {
     const Dtype dtype = stored_dtype(op, "grads", i, grads[i]);
     const Slot& slot = slot_table.at(slots[i], "grads", i);
+    once.check(slots[i], i);
     slot_table.check_tensor(grads[i], slot, "grads", i);
     tasks.push_back({acc_data + slot.offset_elems, partials_data + slot.first_chunk,
                      static_cast<const char*>(grads[i].const_data_ptr()), dtype == kFloat32 ? 4 : 2,
@@ -57,9 +59,11 @@ void measure_cpu(Tensor partials, Tensor acc, Tensor table, std::vector<int64_t>
   const float* const acc_data = static_cast<const float*>(acc.const_data_ptr());
   double* const partials_data = static_cast<double*>(partials.mutable_data_ptr());
   check_same_length(op, "slots", slots.size(), "n_elems", n_elems.size());
+  OnceEach once(op, slot_table.size());
   std::vector<const Slot*> rows;
   for (size_t i = 0; i < slots.size(); ++i) {
     rows.push_back(&slot_table.at(slots[i], "slots", i));
+    once.check(slots[i], i);
     FA_CHECK(n_elems[i] == rows[i]->n_elems, op, ": n_elems[", i, "] is ", n_elems[i], "; accepted: the ",
              rows[i]->n_elems, " of its slot");
   }

@@ -29,10 +29,12 @@ std::vector<StepTask> step_tasks(const char* op, const std::vector<Tensor>& para
   float* const master_data = optional_buffer(op, "master", master);
   float* const extra_data = optional_buffer(op, extra_name, extra);
   std::vector<StepTask> tasks;
+  OnceEach once(op, table.size());
   tasks.reserve(params.size());
   n_elems.reserve(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const Slot& slot = table.at(slots[i], "params", i);
+    once.check(slots[i], i);
     table.check_tensor(params[i], slot, "params", i);
     const bool has_master = slot.master_offset_elems >= 0;
     const bool has_extra = slot.extra_offset_elems >= 0;

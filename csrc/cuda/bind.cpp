@@ -54,8 +54,9 @@ void check_table(const char* op, const Tensor& table, const Tensor& acc) {
 }
 
 PlannedTensor planned(const char* op, const char* list, size_t i, const Tensor& tensor, int64_t slot, bool first,
-                      const Tensor& table, const Tensor& acc) {
+                      const Tensor& table, const Tensor& acc, OnceEach& once) {
   FA_CHECK(slot >= 0 && slot < table.size(0), op, ": slots[", i, "] is ", slot, "; accepted: 0 to ", table.size(0) - 1);
+  once.check(slot, i);
   const Dtype dtype = stored_dtype(op, list, i, tensor);
   FA_CHECK(tensor.is_cuda() && tensor.get_device_index() == acc.get_device_index(), op, ": ", list, "[", i,
            "] is on another device; accepted: cuda:", acc.get_device_index(), ", the device of acc");
@@ -91,9 +92,10 @@ void accumulate_cuda(Tensor acc, Tensor partials, Tensor table, std::vector<Tens
   check_same_length(op, "grads", grads.size(), "slots", slots.size());
   check_same_length(op, "grads", grads.size(), "first", first.size());
   std::vector<PlannedTensor> tensors;
+  OnceEach once(op, table.size(0));
   tensors.reserve(grads.size());
   for (size_t i = 0; i < grads.size(); ++i) {
-    tensors.push_back(planned(op, "grads", i, grads[i], slots[i], first[i] != 0, table, acc));
+    tensors.push_back(planned(op, "grads", i, grads[i], slots[i], first[i] != 0, table, acc, once));
   }
   launch_all(op, acc, args, tensors, launch_accumulate);
 }
@@ -103,9 +105,11 @@ void measure_cuda(Tensor partials, Tensor acc, Tensor table, std::vector<int64_t
   const AccumulateArgs args = accumulate_args(op, acc, partials, table, 1.0);
   check_same_length(op, "slots", slots.size(), "n_elems", n_elems.size());
   std::vector<PlannedTensor> tensors;
+  OnceEach once(op, table.size(0));
   for (size_t i = 0; i < slots.size(); ++i) {
     FA_CHECK(slots[i] >= 0 && slots[i] < table.size(0), op, ": slots[", i, "] is ", slots[i], "; accepted: 0 to ",
              table.size(0) - 1);
+    once.check(slots[i], i);
     tensors.push_back({nullptr, n_elems[i], slots[i], kNoGrad, false});
   }
   launch_all(op, acc, args, tensors, launch_accumulate);
@@ -167,9 +171,10 @@ void step_cuda(const char* op, const std::vector<Tensor>& params, StepArgs args,
   args.scalars = scalars.const_data_ptr();
   args.control = static_cast<const double*>(control.const_data_ptr());
   std::vector<PlannedTensor> tensors;
+  OnceEach once(op, table.size(0));
   tensors.reserve(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
-    tensors.push_back(planned(op, "params", i, params[i], slots[i], false, table, acc));
+    tensors.push_back(planned(op, "params", i, params[i], slots[i], false, table, acc, once));
   }
   launch_all(op, acc, args, tensors, launch_one);
 }
