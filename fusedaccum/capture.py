@@ -1,7 +1,7 @@
 """Interception of gradients in autograd: from the engine to buckets, in the engine's own order.
 
 Each parameter's AccumulateGrad node gets a prehook that takes the incoming gradient and hands the node an undefined
-one, at which the node returns without touching ``.grad`` (seen on torch 2.10 to 2.13; not a documented promise, so
+one, at which the node returns without touching ``.grad`` (seen on torch 2.13 and 2.14; not a documented promise, so
 ``node_skips_undefined`` tries it). Gradients wait in a bucket until it is full, their parameter comes a second time,
 or the backward ends. No gradient outlives its bucket, so at most ``bucket_bytes`` plus one gradient are alive.
 
@@ -160,7 +160,7 @@ class Capture:
             ValueError: another capture holds the parameter.
         """
         param = slot.param
-        self.check_free(slot)
+        self.check_free(param, slot.name)
         requires_grad = param.requires_grad
         if not (param.is_floating_point() or param.is_complex()):
             return  # an integer tensor never has a gradient
@@ -188,12 +188,12 @@ class Capture:
         self._attached[slot] = hooks
         _owners[param] = weakref.ref(self)
 
-    def check_free(self, slot: Slot) -> None:
-        """Raises ValueError where another living capture holds the slot's parameter."""
-        owner = _owners.get(slot.param)
+    def check_free(self, param: Tensor, name: str) -> None:
+        """Raises ValueError where another living capture holds the parameter."""
+        owner = _owners.get(param)
         if owner is not None and owner() not in (None, self):
             raise ValueError(
-                f"{slot.name} already belongs to another FusedAccumOptimizer; accepted: one for each parameter. "
+                f"{name} already belongs to another FusedAccumOptimizer; accepted: one for each parameter. "
                 "Call remove() on the other one first"
             )
 

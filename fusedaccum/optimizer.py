@@ -96,7 +96,7 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
         self._at_end = weakref.finalize(self, self._window.warn_if_open)
 
     def _init_as_torch_optimizer(self) -> None:
-        # What Optimizer.__init__ (torch 2.10 to 2.13) sets, but for state and param_groups, which are the inner ones.
+        # What Optimizer.__init__ (torch 2.13) sets, but for state and param_groups, which are the inner ones.
         self.defaults = self.inner.defaults
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from . import layout
-
-GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from .validate import DTYPES, dtype_name, is_dense
 
 
 def accumulate_(
@@ -305,13 +304,9 @@ def _of(buffer: Tensor | None) -> Tensor:
     return buffer
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _check_flat(op: str, name: str, tensor: Tensor, dtype: torch.dtype, at_least: int = 0) -> None:
     if tensor.dtype != dtype:
-        raise RuntimeError(f"{op}: {name} has dtype {_dtype_name(tensor.dtype)}; accepted: {_dtype_name(dtype)}")
+        raise RuntimeError(f"{op}: {name} has dtype {dtype_name(tensor.dtype)}; accepted: {dtype_name(dtype)}")
     if not tensor.is_contiguous():
         raise RuntimeError(f"{op}: {name} is not contiguous; accepted: contiguous")
     if tensor.numel() < at_least:
@@ -333,9 +328,9 @@ def _check_enough_scalars(op: str, scalars: Tensor, n_slots: int) -> None:
 
 
 def _check_dtype(op: str, name: str, i: int, tensor: Tensor) -> None:
-    if tensor.dtype not in GRAD_DTYPES:
-        accepted = ", ".join(map(_dtype_name, GRAD_DTYPES))
-        raise RuntimeError(f"{op}: {name}[{i}] has dtype {_dtype_name(tensor.dtype)}; accepted: {accepted}")
+    if tensor.dtype not in DTYPES:
+        accepted = ", ".join(map(dtype_name, DTYPES))
+        raise RuntimeError(f"{op}: {name}[{i}] has dtype {dtype_name(tensor.dtype)}; accepted: {accepted}")
 
 
 def _check_same_length(op: str, name_a: str, a: Sequence[object], name_b: str, b: Sequence[object]) -> None:
@@ -381,14 +376,10 @@ def _check_slot(
         return
     if tensor.numel() != n_elems:
         raise RuntimeError(f"{op}: {name}[{i}] has {tensor.numel()} elements; accepted: the {n_elems} of its slot")
-    if n_elems and not _is_dense(tensor):
+    if n_elems and not is_dense(tensor):
         raise RuntimeError(
             f"{op}: {name}[{i}] has gaps or overlaps in memory; accepted: dense, in the order of its slot"
         )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or layout.dense_strides(tensor.shape, tensor.stride()) == tensor.stride()
 
 
 def _checked_step(

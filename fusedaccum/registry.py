@@ -10,7 +10,6 @@ from torch import Tensor
 from . import validate
 from .arena import Arena
 from .capture import Capture
-from .reference import GRAD_DTYPES
 from .rules import Rule, check_group
 from .slot import Slot
 
@@ -63,12 +62,12 @@ class Registry:
         """Raises TypeError or ValueError for a group or parameter that is not accepted; changes nothing."""
         for g, group in enumerate(self._optimizer.param_groups):
             check_group(self._optimizer, self._rule, g, group)
-        for g, name, param in self._params():
+        for _, name, param in self._params():
             if param not in self.slots:
                 validate.check_param(name, param)
                 if self._rule is not None:
                     validate.check_dense(name, param)
-                self._capture.check_free(Slot(param, name, g))
+                self._capture.check_free(param, name)
 
     @torch.no_grad()
     def adopt_new_groups(self, scale: float) -> None:
@@ -238,7 +237,7 @@ class Registry:
         validate.check_grad(slot.name, grad)
         if grad.is_sparse:
             return None
-        return slot.in_order(grad if grad.dtype in GRAD_DTYPES else grad.to(torch.float32))
+        return slot.in_order(grad if grad.dtype in validate.DTYPES else grad.to(torch.float32))
 
     def adopt_grad(self, slot: Slot, grad: Tensor) -> None:
         """A tensor that somebody else made ``.grad`` becomes the slot's contents, as it would count in torch."""

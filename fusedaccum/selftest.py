@@ -10,10 +10,10 @@ from torch import Tensor
 
 from . import layout
 from .backends import Backend, choose
+from .validate import DTYPES
 
 # One element, a vector and its neighbours, a chunk and a bit, and a slot with nothing in it.
 _SIZES = (1, 16, 17, layout.LANES + 1, layout.CHUNK + 3, 0)
-_GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Buffers:
@@ -91,7 +91,7 @@ def check(backend: Backend, device: torch.device) -> str | None:
     The reference itself is held against numbers known beforehand, by ``check_capture``.
     """
     reference = choose(torch.device("cpu"), "reference")
-    for dtype, rule in product(_GRAD_DTYPES, (layout.RULE_ADAM, layout.RULE_SGD)):
+    for dtype, rule in product(DTYPES, (layout.RULE_ADAM, layout.RULE_SGD)):
         expected = _Buffers(dtype, dtype, rule).run(reference)
         found = _Buffers(dtype, dtype, rule).to(device).run(backend)
         for want, have in zip(expected, [tensor.cpu() for tensor in found], strict=True):

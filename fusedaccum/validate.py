@@ -11,7 +11,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import layout
 
-PARAM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What gradients and parameters may be, for every op and backend."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As messages call it: without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a block of memory without gaps or overlaps, in whatever order."""
+    return tensor.is_contiguous() or layout.dense_strides(tensor.shape, tensor.stride()) == tensor.stride()
 
 
 def check_arguments(
@@ -86,26 +97,22 @@ def check_param(name: str, param: Tensor) -> None:
         raise ValueError(f"{name} is not a leaf of autograd; accepted: leaves, which accumulate a .grad")
     if not (param.is_floating_point() or param.is_complex()):
         if param.requires_grad:
-            raise TypeError(f"{name} has dtype {_dtype(param)}; accepted: float32, float16, bfloat16")
+            raise TypeError(f"{name} has dtype {dtype_name(param.dtype)}; accepted: float32, float16, bfloat16")
         return  # a frozen integer tensor never has a gradient
-    if param.dtype not in PARAM_DTYPES:
+    if param.dtype not in DTYPES:
         raise TypeError(
-            f"{name} has dtype {_dtype(param)}; accepted: float32, float16, bfloat16. The accumulator is fp32; give "
-            "such parameters to a plain optimizer of their own"
+            f"{name} has dtype {dtype_name(param.dtype)}; accepted: float32, float16, bfloat16. The accumulator is "
+            "fp32; give such parameters to a plain optimizer of their own"
         )
 
 
 def check_dense(name: str, param: Tensor) -> None:
     """Raises for a parameter that the fused kernels, which walk through memory, cannot update."""
-    if not (param.is_contiguous() or layout.dense_strides(param.shape, param.stride()) == param.stride()):
+    if not is_dense(param):
         raise ValueError(
             f"{name} has gaps or overlaps in memory (shape {tuple(param.shape)}, strides {param.stride()}); accepted: "
             "dense, in any order of dimensions"
         )
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def check_grad(name: str, grad: Tensor) -> None:
@@ -115,4 +122,6 @@ def check_grad(name: str, grad: Tensor) -> None:
             f"the gradient of {name} has layout {grad.layout}; accepted: torch.strided, torch.sparse_coo"
         )
     if not grad.is_floating_point():
-        raise RuntimeError(f"the gradient of {name} has dtype {_dtype(grad)}; accepted: a floating point type")
+        raise RuntimeError(
+            f"the gradient of {name} has dtype {dtype_name(grad.dtype)}; accepted: a floating point type"
+        )
