@@ -148,11 +148,12 @@ class Kernel:
 
 
 def short_name(mangled: str) -> str:
-    """``accumulate<120>`` of the mangled ``accumulate_kernel<120>``; a file's name and hash go with the namespace."""
-    found = re.search(r"([a-z]+)_kernel(?:ILi(\d+)E)?", mangled)
+    """``accumulate<120>`` of the mangled ``accumulate_kernel<120, false>``, ``accumulate_micro<120>`` of the one with
+    statistics; a file's name and hash go with the namespace."""
+    found = re.search(r"([a-z]+)_kernel(?:ILi(\d+)E(?:Lb([01])E)?)?", mangled)
     if found is None:
         raise ValueError(f"{mangled!r} is not the name of a kernel of ours")
-    return found[1] + (f"<{found[2]}>" if found[2] else "")
+    return found[1] + ("_micro" if found[3] == "1" else "") + (f"<{found[2]}>" if found[2] else "")
 
 
 def _by_entry(pieces: list[str]) -> dict[str, str]:

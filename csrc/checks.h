@@ -179,12 +179,34 @@ inline void check_within(const char* op, const char* name, const std::optional<T
            name, " elements ", offset, " to ", offset + n_elems, "; found ", buffer.has_value() ? buffer->numel() : 0);
 }
 
+inline void check_optional(const OpArgument& arg, const std::optional<Tensor>& tensor, int64_t at_least) {
+  if (tensor.has_value()) check_flat(arg, *tensor, ScalarType::Double, at_least);
+}
+
+// A float64 buffer that check_optional has seen, to be read or written; null if there is none.
+inline const double* optional_doubles(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? static_cast<const double*>(tensor->const_data_ptr()) : nullptr;
+}
+inline double* optional_mutable_doubles(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? static_cast<double*>(tensor->mutable_data_ptr()) : nullptr;
+}
+
+// What accumulate_ takes beside what measure_ does.
+inline void check_accumulate(const char* op, const Tensor& partials, const std::optional<Tensor>& micro_partials,
+                             const std::optional<Tensor>& factor) {
+  check_optional({op, "micro_partials"}, micro_partials, partials.numel());
+  check_optional({op, "factor"}, factor, 1);
+}
+
 // The arguments of finalize_, but for what only the CPU can look into.
 inline void check_finalize(const char* op, const Tensor& control, const Tensor& scalars, const Tensor& steps,
-                           const Tensor& partials, const Tensor& table, const Tensor& hyper, const Tensor& active,
-                           int64_t rule, const std::optional<Tensor>& extra_sum_sq) {
+                           const Tensor& window, const Tensor& partials, const std::optional<Tensor>& micro_partials,
+                           const Tensor& table, const Tensor& hyper, const Tensor& active, int64_t rule,
+                           const std::optional<Tensor>& extra) {
   check_flat({op, "control"}, control, ScalarType::Double, kControl);
+  check_flat({op, "window"}, window, ScalarType::Double, kWindow);
   check_flat({op, "partials"}, partials, ScalarType::Double, 0);
+  check_optional({op, "micro_partials"}, micro_partials, partials.numel());
   check_rows({op, "scalars"}, scalars, ScalarType::Float, kScalarColumns);
   check_rows({op, "hyper"}, hyper, ScalarType::Double, kHyperColumns);
   check_rows({op, "table"}, table, ScalarType::Long, kSlotColumns);
@@ -192,8 +214,9 @@ inline void check_finalize(const char* op, const Tensor& control, const Tensor& 
   check_flat({op, "steps"}, steps, ScalarType::Float, n_slots);
   check_flat({op, "active"}, active, ScalarType::Byte, n_slots);
   FA_CHECK(scalars.size(0) >= n_slots, op, ": scalars has ", scalars.size(0), " rows; accepted: at least ", n_slots);
-  FA_CHECK(rule == kAdam || rule == kSgd, op, ": rule is ", rule, "; accepted: 0 (Adam), 1 (SGD)");
-  if (extra_sum_sq.has_value()) check_flat({op, "extra_sum_sq"}, *extra_sum_sq, ScalarType::Double, 1);
+  FA_CHECK(rule == kAdam || rule == kSgd || rule == kNoRule, op, ": rule is ", rule,
+           "; accepted: 0 (Adam), 1 (SGD), 2 (none)");
+  check_optional({op, "extra"}, extra, 2);
 }
 
 }  // namespace fusedaccum

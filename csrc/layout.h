@@ -39,7 +39,39 @@ static_assert(sizeof(AdamHyper) == kHyperColumns * sizeof(double), "AdamHyper mu
 static_assert(sizeof(SgdHyper) == kHyperColumns * sizeof(double), "SgdHyper must mirror a row of hyper");
 
 // `control`: (kControl,) float64, written by finalize_, read by the step ops and by the user.
-enum Control : int64_t { kNorm = 0, kFoundInf, kClipCoef, kGradMultiplier, kSumSq, kControl };
+enum Control : int64_t {
+  kNorm = 0,
+  kFoundInf,
+  kClipCoef,
+  kGradMultiplier,
+  kSumSq,
+  kSkipped,     // found_inf, or a window without weight: the step ops do nothing
+  kMicroNorm,   // root mean square of the micro-batches' own norms, 0 without statistics
+  kMicroSumSq,  // the sum it comes from, raw
+  kControl
+};
+
+// `window`: (kWindow,) float64. What a device knows of the open window and of those before it; read and written by
+// finalize_, so that no host has to wait.
+enum Window : int64_t {
+  kWeight = 0,    // weights of the open window that only the device knows: their sum,
+  kWeightSq,      // and the sum of their squares; finalize_ starts both afresh
+  kLossScale,     // 1 without loss scaling
+  kInvLossScale,  // what gradients are multiplied by as they are added
+  kGrowthTracker,
+  kGrowthFactor,   // 1, and
+  kBackoffFactor,  // 1, where the scale is fixed
+  kGrowthInterval,
+  kWindows,  // boundaries so far, the skipped ones among them
+  kSkippedWindows,
+  kClippedWindows,
+  kDecay,        // of the two averages
+  kGradSq,       // average of the unbiased estimate of the squared norm of the true gradient
+  kNoise,        // average of the estimate of the trace of the gradient's covariance, at a weight of 1
+  kMeanWeight,   // sum of the decaying weights in the two averages: divide by it
+  kMicroWeight,  // weight of one micro-batch in the last window
+  kWindow
+};
 
 // One row of `scalars`: (n_slots, kScalarColumns) float32, written by finalize_, read by the step ops.
 struct AdamScalars {
@@ -67,7 +99,8 @@ enum ParamKind : uint32_t {
   kParamKinds
 };
 
-enum Rule : int64_t { kAdam = 0, kSgd = 1 };
+// kNoRule: another optimizer's own step makes the update; finalize_ writes no scalars.
+enum Rule : int64_t { kAdam = 0, kSgd = 1, kNoRule = 2 };
 
 #if defined(__CUDACC__)
 __host__ __device__

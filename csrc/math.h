@@ -93,6 +93,12 @@ FA_INLINE void round_to(fp16& out, float value) {
   out.bits = static_cast<uint16_t>(sign | (magnitude >= (143u << 23) ? special : finite));
 }
 
+// What a gradient is multiplied by as it is added: the host's part and the device's (a weight, the inverse loss scale).
+// 0 adds nothing, not even 0 * NaN: the mean loss of a micro-batch without a valid token is NaN, and its weight 0.
+FA_INLINE float effective_scale(double scale, const double* factor) {
+  return static_cast<float>(factor == nullptr ? scale : scale * *factor);
+}
+
 // acc' = acc + scale * grad, each operation rounded. The first add of a window stores scale * grad.
 FA_INLINE float scaled(float grad, float scale) { return grad * scale; }
 FA_INLINE float accumulated(float acc, float grad, float scale) { return acc + grad * scale; }
@@ -188,6 +194,89 @@ FA_INLINE SgdScalars sgd_scalars(const SgdHyper& h, double grad_multiplier, doub
 FA_INLINE double clip_coefficient(double norm, double max_norm) {
   const double ratio = max_norm / (norm + 1e-6);
   return ratio < 1.0 ? ratio : 1.0;
+}
+
+// What a boundary comes to, from the sums of squares over everything that takes part.
+struct Boundary {
+  double norm, found_inf, clip_coef, grad_multiplier, skipped, micro_norm;
+};
+
+// `numerator` over the window's weight is the factor from the accumulator to the gradient of the one large batch. A
+// window without weight (all micro-batches empty) is no step, and neither is one whose weight is not a number.
+FA_INLINE Boundary boundary(const double* window, double sum_sq, double micro_sum_sq, double numerator, double weight,
+                            double weight_sq, double max_norm) {
+  const double total = weight + window[kWeight];
+  const double total_sq = weight_sq + window[kWeightSq];
+  const double correction = total > 0.0 ? numerator / total : 0.0;
+  Boundary b;
+  b.norm = sqrt(sum_sq) * correction;
+  b.found_inf = sum_sq - sum_sq == 0.0 ? 0.0 : 1.0;
+  b.clip_coef = clip_coefficient(b.norm, max_norm);
+  b.grad_multiplier = b.clip_coef * correction;
+  b.skipped = b.found_inf == 0.0 && total > 0.0 ? 0.0 : 1.0;
+  // Sum of squares of the contributions w g / W, over that of the weights w / W.
+  const double squared = micro_sum_sq * (correction * correction);
+  b.micro_norm = total > 0.0 && total_sq > 0.0 ? sqrt(squared / (total_sq / (total * total))) : 0.0;
+  return b;
+}
+
+FA_INLINE void write_control(double* control, const Boundary& b, double sum_sq, double micro_sum_sq) {
+  control[kNorm] = b.norm;
+  control[kFoundInf] = b.found_inf;
+  control[kClipCoef] = b.clip_coef;
+  control[kGradMultiplier] = b.grad_multiplier;
+  control[kSumSq] = sum_sq;
+  control[kSkipped] = b.skipped;
+  control[kMicroNorm] = b.micro_norm;
+  control[kMicroSumSq] = micro_sum_sq;
+}
+
+// The loss scale after a window, as torch.amp.GradScaler has it (at::_amp_update_scale_): growth only where the result
+// is finite in fp32.
+FA_INLINE void update_loss_scale(double* window, bool found_inf) {
+  if (found_inf) {
+    window[kLossScale] = window[kLossScale] * window[kBackoffFactor];
+    window[kGrowthTracker] = 0.0;
+  } else {
+    const double successful = window[kGrowthTracker] + 1.0;
+    const bool is_due = successful == window[kGrowthInterval];
+    const double grown = window[kLossScale] * window[kGrowthFactor];
+    if (is_due && grown <= 3.4028234663852886e38) window[kLossScale] = grown;
+    window[kGrowthTracker] = is_due ? 0.0 : successful;
+  }
+  window[kInvLossScale] = 1.0 / window[kLossScale];
+}
+
+// The gradient noise scale (McCandlish et al. 2018, appendix A.1), for weights: with contributions c_i = w_i g_i / W
+// and rho = sum(w_i^2) / W^2, E|G|^2 = |g|^2 + tr/W and E sum|c_i|^2 = rho |g|^2 + tr/W. Equal weights give their B_big
+// = K and B_small = 1. Both estimates are averaged, and their ratio is taken by whoever reads them.
+FA_INLINE void update_noise(double* window, double norm, double micro_norm, double weight, double weight_sq) {
+  const double total = weight + window[kWeight];
+  const double rho = (weight_sq + window[kWeightSq]) / (total * total);
+  const double big = norm * norm;
+  const double small = (micro_norm * micro_norm) * rho;
+  const double grad_sq = (big - small) / (1.0 - rho);
+  const double noise = ((small - rho * big) / (1.0 - rho)) * total;
+  if (!(rho < 1.0) || grad_sq - grad_sq != 0.0 || noise - noise != 0.0) return;
+  const double fresh = 1.0 - window[kDecay];
+  window[kGradSq] = window[kDecay] * window[kGradSq] + fresh * grad_sq;
+  window[kNoise] = window[kDecay] * window[kNoise] + fresh * noise;
+  window[kMeanWeight] = window[kDecay] * window[kMeanWeight] + fresh;
+}
+
+// The window after its boundary. `has_micro`: the micro-batches' own sums of squares were kept.
+FA_INLINE void advance_window(double* window, const Boundary& b, double weight, double weight_sq, bool has_micro) {
+  const double total = weight + window[kWeight];
+  window[kWindows] = window[kWindows] + 1.0;
+  if (b.skipped != 0.0) window[kSkippedWindows] = window[kSkippedWindows] + 1.0;
+  if (b.skipped == 0.0 && b.clip_coef < 1.0) window[kClippedWindows] = window[kClippedWindows] + 1.0;
+  if (b.found_inf != 0.0 || b.skipped == 0.0) update_loss_scale(window, b.found_inf != 0.0);
+  if (b.skipped == 0.0) {
+    window[kMicroWeight] = (weight_sq + window[kWeightSq]) / total;
+    if (has_micro) update_noise(window, b.norm, b.micro_norm, weight, weight_sq);
+  }
+  window[kWeight] = 0.0;
+  window[kWeightSq] = 0.0;
 }
 
 }  // namespace fusedaccum

@@ -23,11 +23,32 @@ HYPER_COLUMNS = 8
 SCALAR_COLUMNS = 12
 """Columns of ``scalars``: (n_slots, 12) float32; what they mean depends on the rule."""
 
-NORM, FOUND_INF, CLIP_COEF, GRAD_MULTIPLIER, SUM_SQ = range(5)
-"""Entries of ``control``: (5,) float64."""
-CONTROL_SIZE = 5
+NORM, FOUND_INF, CLIP_COEF, GRAD_MULTIPLIER, SUM_SQ, SKIPPED, MICRO_NORM, MICRO_SUM_SQ = range(8)
+"""Entries of ``control``: (8,) float64."""
+CONTROL_SIZE = 8
 
-RULE_ADAM, RULE_SGD = 0, 1
+(
+    WEIGHT,
+    WEIGHT_SQ,
+    LOSS_SCALE,
+    INV_LOSS_SCALE,
+    GROWTH_TRACKER,
+    GROWTH_FACTOR,
+    BACKOFF_FACTOR,
+    GROWTH_INTERVAL,
+    WINDOWS,
+    SKIPPED_WINDOWS,
+    CLIPPED_WINDOWS,
+    DECAY,
+    GRAD_SQ,
+    NOISE,
+    MEAN_WEIGHT,
+    MICRO_WEIGHT,
+) = range(16)
+"""Entries of ``window``: (16,) float64; ``csrc/layout.h`` says what each is."""
+WINDOW_SIZE = 16
+
+RULE_ADAM, RULE_SGD, RULE_NONE = 0, 1, 2
 
 
 def n_chunks(n_elems: int) -> int:

@@ -16,47 +16,76 @@ import torch
 from torch import Tensor
 
 from . import layout
-from .validate import DTYPES, dtype_name, is_dense
+from .op_checks import (
+    check_columns,
+    check_dtype,
+    check_enough_scalars,
+    check_flat,
+    check_same_length,
+    check_slot,
+    checked_step,
+    table_rows,
+)
 
 
 def accumulate_(
     acc: Tensor,
     partials: Tensor,
+    micro_partials: Tensor | None,
     table: Tensor,
     grads: Sequence[Tensor],
     slots: Sequence[int],
     first: Sequence[int],
     scale: float,
+    factor: Tensor | None,
 ) -> None:
     op = "accumulate_"
-    _check_flat(op, "partials", partials, torch.float64)
-    _check_flat(op, "acc", acc, torch.float32)
-    rows = _rows(op, table)
-    _check_same_length(op, "grads", grads, "slots", slots)
-    _check_same_length(op, "grads", grads, "first", first)
+    check_flat(op, "partials", partials, torch.float64)
+    check_flat(op, "acc", acc, torch.float32)
+    if micro_partials is not None:
+        check_flat(op, "micro_partials", micro_partials, torch.float64, partials.numel())
+    if factor is not None:
+        check_flat(op, "factor", factor, torch.float64, 1)
+    rows = table_rows(op, table)
+    check_same_length(op, "grads", grads, "slots", slots)
+    check_same_length(op, "grads", grads, "first", first)
     seen: set[int] = set()
     for i, (grad, slot) in enumerate(zip(grads, slots, strict=True)):
-        _check_dtype(op, "grads", i, grad)
-        _check_slot(op, "grads", i, grad, rows, slot, acc.numel(), partials.numel(), seen)
+        check_dtype(op, "grads", i, grad)
+        check_slot(op, "grads", i, grad, rows, slot, acc.numel(), partials.numel(), seen)
+    whole = torch.full((), scale, dtype=torch.float64, device=acc.device)
+    effective = (whole if factor is None else whole * factor.view(-1)[0]).to(torch.float32)
+    adds = effective != 0
     for grad, slot, is_first in zip(grads, slots, first, strict=True):
         offset, n_elems, first_chunk = rows[slot][:3]
         if n_elems == 0:
             continue
         target = acc[offset : offset + n_elems]
-        scaled = _in_memory_order(grad).to(torch.float32) * scale
-        target.copy_(scaled if is_first else target + scaled)
-        partials[first_chunk : first_chunk + layout.n_chunks(n_elems)] = _chunk_sums(target)
+        chunks = slice(first_chunk, first_chunk + layout.n_chunks(n_elems))
+        scaled = _in_memory_order(grad).to(torch.float32) * effective
+        if is_first:
+            target.copy_(torch.where(adds, scaled, 0.0))
+            partials[chunks] = _chunk_sums(target)
+        else:
+            target.copy_(torch.where(adds, target + scaled, target))
+            partials[chunks] = torch.where(adds, _chunk_sums(target), partials[chunks])
+        if micro_partials is not None:
+            kept = micro_partials[chunks]
+            if is_first:
+                micro_partials[chunks] = partials[chunks]
+            else:
+                micro_partials[chunks] = torch.where(adds, kept + _chunk_sums(scaled, second_look=False), kept)
 
 
 def measure_(partials: Tensor, acc: Tensor, table: Tensor, slots: Sequence[int], n_elems: Sequence[int]) -> None:
     op = "measure_"
-    _check_flat(op, "partials", partials, torch.float64)
-    _check_flat(op, "acc", acc, torch.float32)
-    rows = _rows(op, table)
-    _check_same_length(op, "slots", slots, "n_elems", n_elems)
+    check_flat(op, "partials", partials, torch.float64)
+    check_flat(op, "acc", acc, torch.float32)
+    rows = table_rows(op, table)
+    check_same_length(op, "slots", slots, "n_elems", n_elems)
     seen: set[int] = set()
     for i, slot in enumerate(slots):
-        _check_slot(op, "slots", i, None, rows, slot, acc.numel(), partials.numel(), seen)
+        check_slot(op, "slots", i, None, rows, slot, acc.numel(), partials.numel(), seen)
         if n_elems[i] != rows[slot][1]:
             raise RuntimeError(f"{op}: n_elems[{i}] is {n_elems[i]}; accepted: the {rows[slot][1]} of its slot")
     for slot, n in zip(slots, n_elems, strict=True):
@@ -69,55 +98,123 @@ def finalize_(
     control: Tensor,
     scalars: Tensor,
     steps: Tensor,
+    window: Tensor,
     partials: Tensor,
+    micro_partials: Tensor | None,
     table: Tensor,
     hyper: Tensor,
     active: Tensor,
     rule: int,
-    divisor_correction: float,
+    numerator: float,
+    weight: float,
+    weight_sq: float,
     max_norm: float,
-    extra_sum_sq: Tensor | None,
+    extra: Tensor | None,
     advance: bool,
 ) -> None:
     op = "finalize_"
-    _check_flat(op, "control", control, torch.float64, layout.CONTROL_SIZE)
-    _check_flat(op, "partials", partials, torch.float64)
-    _check_columns(op, "scalars", scalars, torch.float32, layout.SCALAR_COLUMNS)
-    _check_columns(op, "hyper", hyper, torch.float64, layout.HYPER_COLUMNS)
-    rows = _rows(op, table)
-    _check_flat(op, "steps", steps, torch.float32, len(rows))
-    _check_flat(op, "active", active, torch.uint8, len(rows))
-    _check_enough_scalars(op, scalars, len(rows))
-    if rule not in (layout.RULE_ADAM, layout.RULE_SGD):
-        raise RuntimeError(f"{op}: rule is {rule}; accepted: 0 (Adam), 1 (SGD)")
-    if extra_sum_sq is not None:
-        _check_flat(op, "extra_sum_sq", extra_sum_sq, torch.float64, 1)
+    check_flat(op, "control", control, torch.float64, layout.CONTROL_SIZE)
+    check_flat(op, "window", window, torch.float64, layout.WINDOW_SIZE)
+    check_flat(op, "partials", partials, torch.float64)
+    if micro_partials is not None:
+        check_flat(op, "micro_partials", micro_partials, torch.float64, partials.numel())
+    check_columns(op, "scalars", scalars, torch.float32, layout.SCALAR_COLUMNS)
+    check_columns(op, "hyper", hyper, torch.float64, layout.HYPER_COLUMNS)
+    rows = table_rows(op, table)
+    check_flat(op, "steps", steps, torch.float32, len(rows))
+    check_flat(op, "active", active, torch.uint8, len(rows))
+    check_enough_scalars(op, scalars, len(rows))
+    if rule not in (layout.RULE_ADAM, layout.RULE_SGD, layout.RULE_NONE):
+        raise RuntimeError(f"{op}: rule is {rule}; accepted: 0 (Adam), 1 (SGD), 2 (none)")
+    if extra is not None:
+        check_flat(op, "extra", extra, torch.float64, 2)
     taking_part = [slot for slot, is_active in enumerate(active[: len(rows)].tolist()) if is_active]
     for slot in taking_part:
         if not 0 <= rows[slot][3] < hyper.shape[0]:
             raise RuntimeError(f"{op}: table[{slot}] has group {rows[slot][3]}; accepted: 0 to {hyper.shape[0] - 1}")
     for slot in taking_part:
-        _check_slot(op, "active", slot, None, rows, slot, None, partials.numel(), set())
+        check_slot(op, "active", slot, None, rows, slot, None, partials.numel(), set())
 
     sum_sq = _active_sum(partials, table, active)
-    if extra_sum_sq is not None:
-        sum_sq = sum_sq + extra_sum_sq.reshape(())
-    finite = torch.isfinite(sum_sq)
-    norm = _sqrt(sum_sq) * divisor_correction
+    micro_sum_sq = torch.zeros_like(sum_sq) if micro_partials is None else _active_sum(micro_partials, table, active)
+    if extra is not None:
+        sum_sq = sum_sq + extra[0]
+        micro_sum_sq = micro_sum_sq + extra[1]
+    zero, one = torch.zeros_like(sum_sq), torch.ones_like(sum_sq)
+    total, total_sq = window[layout.WEIGHT] + weight, window[layout.WEIGHT_SQ] + weight_sq
     # A number divided by a tensor is that number times the reciprocal in torch: two roundings.
+    correction = torch.where(total > 0, torch.full_like(total, numerator) / total, zero)
+    norm = _sqrt(sum_sq) * correction
     ratio = torch.full_like(norm, max_norm) / (norm + 1e-6)
-    clip_coef = torch.where(ratio < 1.0, ratio, torch.ones_like(ratio))
-    multiplier = clip_coef * divisor_correction
-    control[: layout.CONTROL_SIZE] = torch.stack([norm, (~finite).double(), clip_coef, multiplier, sum_sq])
+    clip_coef = torch.where(ratio < 1.0, ratio, one)
+    multiplier = clip_coef * correction
+    found_inf = ~torch.isfinite(sum_sq)
+    skipped = found_inf | ~(total > 0)
+    squared = micro_sum_sq * (correction * correction)
+    micro_norm = torch.where((total > 0) & (total_sq > 0), _sqrt(squared / (total_sq / (total * total))), zero)
+    entries = [norm, found_inf, clip_coef, multiplier, sum_sq, skipped, micro_norm, micro_sum_sq]
+    control[: layout.CONTROL_SIZE] = torch.stack([entry.double() for entry in entries])
     if not advance:
         return
-    write = active[: len(rows)].bool() & finite
+    has_micro = micro_partials is not None
+    _advance_window(window, norm, found_inf, clip_coef, skipped, micro_norm, total, total_sq, has_micro)
+    if rule == layout.RULE_NONE:
+        return
+    write = active[: len(rows)].bool() & ~skipped
     counts = steps[: len(rows)] + 1.0
     groups = table[:, 3].clamp(0, max(hyper.shape[0] - 1, 0))
     formula = _adam_scalars if rule == layout.RULE_ADAM else _sgd_scalars
     new = formula(hyper[groups], multiplier, counts.double())
     scalars[: len(rows)] = torch.where(write[:, None], new, scalars[: len(rows)])
     steps[: len(rows)] = torch.where(write, counts, steps[: len(rows)])
+
+
+def _advance_window(
+    window: Tensor,
+    norm: Tensor,
+    found_inf: Tensor,
+    clip_coef: Tensor,
+    skipped: Tensor,
+    micro_norm: Tensor,
+    total: Tensor,
+    total_sq: Tensor,
+    has_micro: bool,
+) -> None:
+    old = window[: layout.WINDOW_SIZE].clone()
+    new = list(old.unbind())
+    one, zero = torch.ones_like(total), torch.zeros_like(total)
+    stepped = ~skipped
+    new[layout.WINDOWS] = old[layout.WINDOWS] + 1.0
+    new[layout.SKIPPED_WINDOWS] = old[layout.SKIPPED_WINDOWS] + torch.where(skipped, one, zero)
+    clipped = stepped & (clip_coef < 1.0)
+    new[layout.CLIPPED_WINDOWS] = old[layout.CLIPPED_WINDOWS] + torch.where(clipped, one, zero)
+
+    scale, tracker = old[layout.LOSS_SCALE], old[layout.GROWTH_TRACKER]
+    successful = tracker + 1.0
+    is_due = successful == old[layout.GROWTH_INTERVAL]
+    grown = scale * old[layout.GROWTH_FACTOR]
+    grows = is_due & (grown <= torch.finfo(torch.float32).max)
+    after = torch.where(found_inf, scale * old[layout.BACKOFF_FACTOR], torch.where(grows, grown, scale))
+    counts = found_inf | stepped  # a window without weight says nothing about the scale
+    new[layout.LOSS_SCALE] = torch.where(counts, after, scale)
+    later = torch.where(found_inf | is_due, zero, successful)
+    new[layout.GROWTH_TRACKER] = torch.where(counts, later, tracker)
+    new[layout.INV_LOSS_SCALE] = torch.where(counts, one / new[layout.LOSS_SCALE], old[layout.INV_LOSS_SCALE])
+
+    new[layout.MICRO_WEIGHT] = torch.where(stepped, total_sq / total, old[layout.MICRO_WEIGHT])
+    if has_micro:
+        rho = total_sq / (total * total)
+        big = norm * norm
+        small = (micro_norm * micro_norm) * rho
+        grad_sq = (big - small) / (1.0 - rho)
+        noise = ((small - rho * big) / (1.0 - rho)) * total
+        usable = stepped & (rho < 1.0) & torch.isfinite(grad_sq) & torch.isfinite(noise)
+        decay = old[layout.DECAY]
+        fresh = 1.0 - decay
+        for entry, value in ((layout.GRAD_SQ, grad_sq), (layout.NOISE, noise), (layout.MEAN_WEIGHT, one)):
+            new[entry] = torch.where(usable, decay * old[entry] + fresh * value, old[entry])
+    new[layout.WEIGHT] = new[layout.WEIGHT_SQ] = zero
+    window[: layout.WINDOW_SIZE] = torch.stack(new)
 
 
 def adam_step_(
@@ -133,10 +230,10 @@ def adam_step_(
     slots: Sequence[int],
 ) -> None:
     op = "adam_step_"
-    rows = _checked_step(op, params, master, "max_exp_avg_sq", max_exp_avg_sq, acc, table, scalars, control, slots)
-    _check_flat(op, "exp_avg", exp_avg, torch.float32, acc.numel())
-    _check_flat(op, "exp_avg_sq", exp_avg_sq, torch.float32, acc.numel())
-    go = control[layout.FOUND_INF] == 0
+    rows = checked_step(op, params, master, "max_exp_avg_sq", max_exp_avg_sq, acc, table, scalars, control, slots)
+    check_flat(op, "exp_avg", exp_avg, torch.float32, acc.numel())
+    check_flat(op, "exp_avg_sq", exp_avg_sq, torch.float32, acc.numel())
+    go = control[layout.SKIPPED] == 0
     for param, slot in zip(params, slots, strict=True):
         offset, n_elems, _, _, master_offset, extra_offset = rows[slot]
         here = slice(offset, offset + n_elems)
@@ -170,8 +267,8 @@ def sgd_step_(
     slots: Sequence[int],
 ) -> None:
     op = "sgd_step_"
-    rows = _checked_step(op, params, master, "momentum_buffer", momentum_buffer, acc, table, scalars, control, slots)
-    go = control[layout.FOUND_INF] == 0
+    rows = checked_step(op, params, master, "momentum_buffer", momentum_buffer, acc, table, scalars, control, slots)
+    go = control[layout.SKIPPED] == 0
     for param, slot in zip(params, slots, strict=True):
         offset, n_elems, _, _, master_offset, extra_offset = rows[slot]
         multiplier, lr, momentum, undamped, weight_decay, nesterov, first = scalars[slot][:7]
@@ -251,17 +348,22 @@ def _sqrt(value: Tensor) -> Tensor:
     return torch.where((root > 0) & torch.isfinite(root), better, root)
 
 
-def _chunk_sums(flat: Tensor) -> Tensor:
-    """Sum of squares of each chunk of ``flat`` (n,) float32, as (n_chunks,) float64."""
+def _chunk_sums(flat: Tensor, second_look: bool = True) -> Tensor:
+    """Sum of squares of each chunk of ``flat`` (n,) float32, as (n_chunks,) float64.
+
+    ``second_look``: sum a chunk whose fp32 sum overflows again, in fp64.
+    """
     n_elems = flat.numel()
     n_chunks = layout.n_chunks(n_elems)
     rows_a_chunk = min(layout.CHUNK, -(-n_elems // layout.LANES) * layout.LANES) // layout.LANES
     padded = flat.new_zeros(n_chunks * rows_a_chunk * layout.LANES)
     padded[:n_elems] = flat
     lanes = _lane_sums(padded.view(n_chunks, rows_a_chunk, layout.LANES))
+    sums = _halve(lanes.double())
+    if not second_look:
+        return sums
     # The squares of finite fp32 values can overflow fp32, never fp64.
     wide = _lane_sums(padded.view(n_chunks, rows_a_chunk, layout.LANES).double())
-    sums = _halve(lanes.double())
     return torch.where(torch.isfinite(sums), sums, _halve(wide))
 
 
@@ -300,120 +402,5 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def _of(buffer: Tensor | None) -> Tensor:
-    assert buffer is not None  # _checked_step has seen that the slot's part of it is there
+    assert buffer is not None  # checked_step has seen that the slot's part of it is there
     return buffer
-
-
-def _check_flat(op: str, name: str, tensor: Tensor, dtype: torch.dtype, at_least: int = 0) -> None:
-    if tensor.dtype != dtype:
-        raise RuntimeError(f"{op}: {name} has dtype {dtype_name(tensor.dtype)}; accepted: {dtype_name(dtype)}")
-    if not tensor.is_contiguous():
-        raise RuntimeError(f"{op}: {name} is not contiguous; accepted: contiguous")
-    if tensor.numel() < at_least:
-        raise RuntimeError(f"{op}: {name} has {tensor.numel()} elements; accepted: at least {at_least}")
-
-
-def _check_columns(op: str, name: str, tensor: Tensor, dtype: torch.dtype, columns: int) -> None:
-    _check_flat(op, name, tensor, dtype)
-    if tensor.dim() != 2 or tensor.shape[1] != columns:
-        raise RuntimeError(
-            f"{op}: {name} has {tensor.dim()} dimensions, the last of {tensor.shape[-1] if tensor.dim() else 0}; "
-            f"accepted: 2 dimensions, the last of {columns}"
-        )
-
-
-def _check_enough_scalars(op: str, scalars: Tensor, n_slots: int) -> None:
-    if scalars.shape[0] < n_slots:
-        raise RuntimeError(f"{op}: scalars has {scalars.shape[0]} rows; accepted: at least {n_slots}")
-
-
-def _check_dtype(op: str, name: str, i: int, tensor: Tensor) -> None:
-    if tensor.dtype not in DTYPES:
-        accepted = ", ".join(map(dtype_name, DTYPES))
-        raise RuntimeError(f"{op}: {name}[{i}] has dtype {dtype_name(tensor.dtype)}; accepted: {accepted}")
-
-
-def _check_same_length(op: str, name_a: str, a: Sequence[object], name_b: str, b: Sequence[object]) -> None:
-    if len(a) != len(b):
-        raise RuntimeError(f"{op}: {name_b} has {len(b)} entries; accepted: {len(a)}, one for each of {name_a}")
-
-
-def _rows(op: str, table: Tensor) -> list[list[int]]:
-    _check_columns(op, "table", table, torch.int64, len(layout.SLOT_COLUMNS))
-    rows: list[list[int]] = table.tolist()
-    return rows
-
-
-def _check_slot(
-    op: str,
-    name: str,
-    i: int,
-    tensor: Tensor | None,
-    rows: list[list[int]],
-    slot: int,
-    n_acc: int | None,
-    n_partials: int | None,
-    seen: set[int],
-) -> None:
-    if not 0 <= slot < len(rows):
-        raise RuntimeError(f"{op}: slots[{i}] is {slot}; accepted: 0 to {len(rows) - 1}")
-    offset, n_elems, first_chunk = rows[slot][:3]
-    if offset < 0 or n_elems < 0 or (n_acc is not None and offset + n_elems > n_acc):
-        raise RuntimeError(
-            f"{op}: {name}[{i}] has slot {slot} at elements {offset} to {offset + n_elems}; "
-            f"accepted: within the {-1 if n_acc is None else n_acc} elements of acc"
-        )
-    end = first_chunk + layout.n_chunks(n_elems)
-    if n_partials is not None and (first_chunk < 0 or end > n_partials):
-        raise RuntimeError(
-            f"{op}: {name}[{i}] has chunks {first_chunk} to {end}; "
-            f"accepted: within the {n_partials} entries of partials"
-        )
-    if slot in seen:
-        raise RuntimeError(f"{op}: slots[{i}] is {slot} again; accepted: each slot once")
-    seen.add(slot)
-    if tensor is None:
-        return
-    if tensor.numel() != n_elems:
-        raise RuntimeError(f"{op}: {name}[{i}] has {tensor.numel()} elements; accepted: the {n_elems} of its slot")
-    if n_elems and not is_dense(tensor):
-        raise RuntimeError(
-            f"{op}: {name}[{i}] has gaps or overlaps in memory; accepted: dense, in the order of its slot"
-        )
-
-
-def _checked_step(
-    op: str,
-    params: Sequence[Tensor],
-    master: Tensor | None,
-    extra_name: str,
-    extra: Tensor | None,
-    acc: Tensor,
-    table: Tensor,
-    scalars: Tensor,
-    control: Tensor,
-    slots: Sequence[int],
-) -> list[list[int]]:
-    _check_flat(op, "acc", acc, torch.float32)
-    rows = _rows(op, table)
-    _check_same_length(op, "params", params, "slots", slots)
-    _check_columns(op, "scalars", scalars, torch.float32, layout.SCALAR_COLUMNS)
-    _check_flat(op, "control", control, torch.float64, layout.CONTROL_SIZE)
-    _check_enough_scalars(op, scalars, len(rows))
-    for name, buffer in (("master", master), (extra_name, extra)):
-        if buffer is not None:
-            _check_flat(op, name, buffer, torch.float32)
-    seen: set[int] = set()
-    for i, (param, slot) in enumerate(zip(params, slots, strict=True)):
-        _check_slot(op, "params", i, param, rows, slot, acc.numel(), None, seen)
-        _check_dtype(op, "params", i, param)
-        n_elems, master_offset, extra_offset = rows[slot][1], rows[slot][4], rows[slot][5]
-        if param.dtype == torch.float32 and master_offset >= 0:
-            raise RuntimeError(f"{op}: params[{i}] has dtype float32 and a master; accepted: no master")
-        for name, buffer, offset in (("master", master, master_offset), (extra_name, extra, extra_offset)):
-            size = 0 if buffer is None else buffer.numel()
-            if offset >= 0 and offset + n_elems > size:
-                raise RuntimeError(
-                    f"{op}: params[{i}] needs {name} elements {offset} to {offset + n_elems}; found {size}"
-                )
-    return rows

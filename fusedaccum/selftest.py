@@ -41,7 +41,15 @@ class _Buffers:
         self.first_moment = noise(places.n_elems)
         self.second_moment = noise(places.n_elems).abs()
         self.partials = torch.zeros(places.n_chunks, dtype=torch.float64)
+        self.micro_partials = torch.zeros(places.n_chunks, dtype=torch.float64)
+        self.factor = torch.full((1,), 0.3, dtype=torch.float64)
         self.control = torch.zeros(layout.CONTROL_SIZE, dtype=torch.float64)
+        # A weight that only the device knows, a loss scale that grows after each window, averages that begin.
+        self.window = torch.zeros(layout.WINDOW_SIZE, dtype=torch.float64)
+        self.window[layout.WEIGHT], self.window[layout.WEIGHT_SQ] = 0.5, 0.25
+        self.window[layout.LOSS_SCALE], self.window[layout.INV_LOSS_SCALE] = 4.0, 0.25
+        self.window[layout.GROWTH_FACTOR], self.window[layout.BACKOFF_FACTOR] = 2.0, 0.5
+        self.window[layout.GROWTH_INTERVAL], self.window[layout.DECAY] = 1.0, 0.9
         self.scalars = torch.zeros(len(_SIZES), layout.SCALAR_COLUMNS)
         self.steps = torch.zeros(len(_SIZES))
         self.active = torch.ones(len(_SIZES), dtype=torch.uint8)
@@ -59,17 +67,20 @@ class _Buffers:
                 setattr(self, name, [tensor.to(device) for tensor in value])
         return self
 
-    def run(self, backend: Backend, n_windows: int = 1) -> list[Tensor]:
-        """Windows of two micro-batches; returns everything written."""
+    def run(self, backend: Backend) -> list[Tensor]:
+        """Two windows of two micro-batches, the second with statistics; returns everything written."""
         slots = list(range(len(_SIZES)))
-        for _ in range(n_windows):
+        for micro_partials in (None, self.micro_partials):
             for micro_batch in range(2):
                 first = [micro_batch == 0] * len(slots)
-                backend.accumulate_(self.acc, self.partials, self.table, self.grads, slots, first, 1 / 3)
+                factor = None if micro_batch == 0 else self.factor
+                backend.accumulate_(
+                    self.acc, self.partials, micro_partials, self.table, self.grads, slots, first, 1 / 3, factor
+                )
             backend.measure_(self.partials, self.acc, self.table, slots, list(_SIZES))
             backend.finalize_(
-                self.control, self.scalars, self.steps, self.partials, self.table, self.hyper, self.active,
-                self.rule, 1.5, 1.0, None, True,
+                self.control, self.scalars, self.steps, self.window, self.partials, micro_partials, self.table,
+                self.hyper, self.active, self.rule, 1.5, 2.0, 2.0, 1.0, None, True,
             )  # fmt: skip
             if self.rule == layout.RULE_ADAM:
                 backend.adam_step_(
@@ -82,7 +93,8 @@ class _Buffers:
                 )
         used = [self.acc[row[0] : row[0] + row[1]] for row in self.table.tolist()]  # the gaps are never written
         master = [] if self.master is None else [self.master]
-        return [*used, self.partials, self.control, self.scalars, self.steps, *self.params, self.extra, *master]
+        kept = [self.partials, self.micro_partials, self.control, self.window, self.scalars, self.steps, self.extra]
+        return [*used, *kept, *self.params, *master]
 
 
 def check(backend: Backend, device: torch.device) -> str | None:

@@ -14,6 +14,7 @@ from cuda_harness import PtxBackend
 from helpers import (
     DTYPES,
     Buffers,
+    accumulate,
     adam_hyper,
     assert_same_bits,
     assert_same_buffers,
@@ -79,9 +80,16 @@ def tiny_grads(n: int) -> list[Grad]:
 
 
 def check_accumulate(
-    native: Backend, ptx: PtxBackend, grads: Sequence[Grad], *, acc_shift: int = 0, make: Make = normal
+    native: Backend,
+    ptx: PtxBackend,
+    grads: Sequence[Grad],
+    *,
+    acc_shift: int = 0,
+    make: Make = normal,
+    micro: bool = False,
+    factor: float | None = None,
 ) -> Buffers:
-    """The accumulator and its partials. Slots that take no part lie before and behind those that do."""
+    """The accumulator and both kinds of partials. Slots that take no part lie before and behind those that do."""
     results = []
     for backend in (native, ptx):
         generator = torch.Generator().manual_seed(len(grads))
@@ -94,8 +102,10 @@ def check_accumulate(
             old = make(grad.n, torch.float32, generator)
             if not grad.first:
                 buffers.fill("acc", slot, old)
+                buffers.of("partials", slot).fill_(0.5)
+                buffers.of("micro_partials", slot).fill_(0.3)
         first = [int(grads[slot - 1].first) for slot in slots]
-        backend.accumulate_(buffers.acc, buffers.partials, buffers.table, tensors, slots, first, SCALE)
+        accumulate(backend, buffers, tensors, first, slots, scale=SCALE, factor=factor, micro=micro)
         results.append(buffers)
     assert_same_buffers(*results[::-1])
     return results[1]
@@ -119,7 +129,7 @@ def spoilt(n: int, value: float) -> Tensor:
     return values
 
 
-def check_overflow(native: Backend, ptx: PtxBackend, *, op: str, sizes: Sequence[int]) -> None:
+def check_overflow(native: Backend, ptx: PtxBackend, *, op: str, sizes: Sequence[int], micro: bool = False) -> Buffers:
     """Chunks whose fp32 sum of squares is not finite: finite after a second look exactly if every element is."""
     cases = [(n, *SPOILT[name]) for n in sizes for name in SPOILT]
     results = []
@@ -136,12 +146,14 @@ def check_overflow(native: Backend, ptx: PtxBackend, *, op: str, sizes: Sequence
             for slot in slots:
                 if not first[slot]:
                     buffers.fill("acc", slot, torch.zeros(cases[slot][0]))
-            backend.accumulate_(buffers.acc, buffers.partials, buffers.table, values, slots, first, 1.0)
+                    buffers.of("micro_partials", slot).fill_(1.0)
+            accumulate(backend, buffers, values, first, micro=micro)
         results.append(buffers)
     assert_same_buffers(*results[::-1])
     for slot, (n, _, is_right) in enumerate(cases):
         last = results[1].of("partials", slot)[-1].item()
         assert is_right(last), f"the last partial of slot {slot}, {n} elements, is {last}"
+    return results[1]
 
 
 def check_measure(native: Backend, ptx: PtxBackend, sizes: Sequence[int], *, make: Make = normal) -> None:
@@ -216,7 +228,7 @@ def tiny_params(rule: int, n: int) -> list[Param]:
     return [Param(1 + i % 11, *KINDS[i % len(KINDS)], i // 5 % groups, 1 + i % 2) for i in range(n)]
 
 
-def ready_to_step(rule: int, params: Sequence[Param], shift: int, make: Make, found_inf: float) -> Buffers:
+def ready_to_step(rule: int, params: Sequence[Param], shift: int, make: Make, skipped: float) -> Buffers:
     """Buffers as before a step. Slots that take no part lie before and behind those that do."""
     generator = torch.Generator().manual_seed(len(params))
     outside = Param(17, torch.bfloat16, True, len(GROUPS[rule]) - 1)
@@ -238,8 +250,9 @@ def ready_to_step(rule: int, params: Sequence[Param], shift: int, make: Make, fo
             buffers.fill("extra", s, extra.square() if rule == RULE_ADAM else extra)
         buffers.steps[s] = param.step - 1.0
     buffers.partials.fill_(1.0)
-    finalize(reference_ops, buffers, GROUPS[rule], rule, divisor_correction=0.3)
-    buffers.control[layout.FOUND_INF] = found_inf
+    finalize(reference_ops, buffers, GROUPS[rule], rule, numerator=0.3)
+    # Only one entry says whether to skip.
+    buffers.control[layout.SKIPPED], buffers.control[layout.FOUND_INF] = skipped, 1.0 - skipped
     return buffers
 
 
@@ -268,7 +281,7 @@ def check_step(
     shift: int = 0,
     unaligned: str | None = None,
     make: Make = normal,
-    found_inf: float = 0.0,
+    skipped: float = 0.0,
 ) -> None:
     """Parameters, states and masters.
 
@@ -278,12 +291,12 @@ def check_step(
     """
     results = []
     for backend in (native, ptx):
-        buffers = ready_to_step(rule, params, shift, make, found_inf)
+        buffers = ready_to_step(rule, params, shift, make, skipped)
         if unaligned is not None:
             realign(buffers, unaligned)
         before = buffers.snapshot()
         step(backend, buffers, rule, range(len(params), 0, -1))
-        if found_inf:
+        if skipped:
             buffers.assert_only_changed(before, {})
         results.append(buffers)
     assert_same_buffers(*results[::-1])
@@ -303,7 +316,12 @@ class Boundary:
         places, n_groups = layout.Layout(), len(GROUPS[self.rule])
         rows = [places.add(n).row(s % n_groups) for s, n in enumerate(self.sizes)]
         self.table = torch.tensor(rows, dtype=torch.int64).view(-1, len(layout.SLOT_COLUMNS))
-        self.partials = torch.randn(places.n_chunks, generator=generator, dtype=torch.float64).mul(4).exp()
+        self.partials, self.micro_partials = (
+            torch.randn(places.n_chunks, generator=generator, dtype=torch.float64).mul(4).exp() for _ in range(2)
+        )
+        # As after some windows, in the midst of one, with a scale that grows now.
+        self.window = torch.rand(layout.WINDOW_SIZE, generator=generator, dtype=torch.float64) + 0.5
+        self.window[layout.GROWTH_TRACKER], self.window[layout.GROWTH_INTERVAL] = 4.0, 5.0
         self.hyper = torch.tensor(GROUPS[self.rule], dtype=torch.float64)
         self.control = torch.full((layout.CONTROL_SIZE,), math.nan, dtype=torch.float64)
         self.scalars = torch.full((len(rows), layout.SCALAR_COLUMNS), math.nan)
@@ -317,19 +335,24 @@ def check_finalize(
     ptx: PtxBackend,
     boundary: Callable[[], Boundary],
     *,
-    divisor_correction: float = 0.7,
+    numerator: float = 0.7,
+    weight: float = 2.5,
     max_norm: float = math.inf,
-    extra_sum_sq: float | None = None,
+    extra: Sequence[float] | None = None,
+    micro: bool = True,
+    rule: int | None = None,
     advance: bool = True,
 ) -> Boundary:
-    """``control``, ``scalars`` and ``steps``."""
+    """``control``, ``window``, ``scalars`` and ``steps``. ``rule``: instead of the boundary's."""
     results = []
     for backend in (native, ptx):
         b = boundary()
-        extra = None if extra_sum_sq is None else torch.tensor([extra_sum_sq], dtype=torch.float64)
-        tensors = (b.control, b.scalars, b.steps, b.partials, b.table, b.hyper, b.mask)
-        backend.finalize_(*tensors, b.rule, divisor_correction, max_norm, extra, advance)
+        elsewhere = None if extra is None else torch.tensor(extra, dtype=torch.float64)
+        sums = (b.partials, b.micro_partials if micro else None)
+        tensors = (b.control, b.scalars, b.steps, b.window, *sums, b.table, b.hyper, b.mask)
+        used_rule = b.rule if rule is None else rule
+        backend.finalize_(*tensors, used_rule, numerator, weight, weight * 0.3, max_norm, elsewhere, advance)
         results.append(b)
-    for name in ("control", "scalars", "steps"):
+    for name in ("control", "window", "scalars", "steps"):
         assert_same_bits(getattr(results[1], name), getattr(results[0], name), name)
     return results[1]

@@ -110,11 +110,12 @@ class PtxBackend:
         return self._regions[-1].address
 
     def _buffer(self, name: str, whole: Tensor | None, parts: Sequence[tuple[int, int, str]] = (), far: int = 0) -> int:
-        """The address of a flat buffer, of which ``parts`` (start, elements, "r", "w" or "rw") are used."""
+        """The address of a flat buffer, of which ``parts`` (start, elements, "r", "w", "rw" or "rw?") are used."""
         if whole is None:
             return 0
         size = whole.element_size()
-        pieces = [Piece(start * size, flat(whole)[start : start + n], "r" in a, "w" in a) for start, n, a in parts]
+        parted = [(start, flat(whole)[start : start + n], a) for start, n, a in parts]
+        pieces = [Piece(start * size, part, "r" in a, "w" in a, "?" not in a) for start, part, a in parted]
         address = self._region(name, whole.numel() * size, whole.data_ptr() % _LINE_BYTES, pieces)
         return (address - far * size) % 2**64
 
@@ -144,8 +145,10 @@ class PtxBackend:
         before = self.before_chunks * CHUNK if n else 0
         return (address - before * item) % 2**64 if address else 0, n + before, slot, dtype, first
 
-    def _launch(self, kernel: str, launches: Sequence[tuple[int, int, bytes]], entries: Sequence[tuple]) -> Counter:
-        """Runs all launches of an op, and returns their bytes by access width."""
+    def _launch(
+        self, kernel: str, launches: Sequence[tuple[int, int, bytes]], entries: Sequence[tuple], variant: str = ""
+    ) -> Counter:
+        """All launches of an op: bytes by access width. ``variant``: the template's arguments after the capacity."""
         moved: Counter = Counter()
         chunks = [n_chunks(n) for _, n, *_ in entries if n]
         for n_blocks, capacity, block in launches:
@@ -154,7 +157,7 @@ class PtxBackend:
             while end < n_blocks:
                 begin, end = end, end + chunks.pop(0)
                 order += range(begin + self.before_chunks, end)
-            self._run(f"{kernel}<{capacity}>", capacity, n_blocks, self.plan.THREADS, block, order)
+            self._run(f"{kernel}<{capacity}{variant}>", capacity, n_blocks, self.plan.THREADS, block, order)
             moved.update(widths(self.launches[-1].stats))
         self._copy_back()
         return moved
@@ -187,15 +190,19 @@ class PtxBackend:
         self,
         acc: Tensor,
         partials: Tensor,
+        micro_partials: Tensor | None,
         table: Tensor,
         grads: Sequence[Tensor],
         slots: Sequence[int],
         first: Sequence[int],
         scale: float,
+        factor: Tensor | None,
     ) -> None:
-        accs = [("w" if new else "rw") for new in first]
+        # A scale of zero writes zeros where they are the first, and nothing elsewhere; no gradient is read.
+        adds = bool(np.float32(scale * (1.0 if factor is None else float(factor[0]))) != 0)
+        accs = [("w" if new else "rw" if adds else "") for new in first]
         self._start("accumulate.cu")
-        addresses = self._pool("grads", grads, ["r"] * len(grads))
+        addresses = self._pool("grads", grads, ["r" if adds else ""] * len(grads))
         codes = [DTYPE_CODES[grad.dtype] for grad in grads]
         entries = [
             self._entry(address, grad.numel(), grad.element_size(), slot, code, bool(new))
@@ -204,8 +211,9 @@ class PtxBackend:
         least: Counter = Counter()
         for grad, slot, access in zip(grads, slots, accs, strict=True):
             here = acc[int(table[slot, OFFSET]) :]
-            least += traffic(grad.numel(), is_aligned(grad, here), [(grad.element_size(), "r"), (4, access)])
-        self._sum(acc, partials, table, slots, accs, scale, entries, least)
+            aligned = adds and is_aligned(grad, here)
+            least += traffic(grad.numel(), aligned, [(grad.element_size(), "r" if adds else ""), (4, access)])
+        self._sum(acc, partials, micro_partials, table, slots, accs, scale, factor, entries, least)
 
     def measure_(
         self, partials: Tensor, acc: Tensor, table: Tensor, slots: Sequence[int], n_elems: Sequence[int]
@@ -213,70 +221,94 @@ class PtxBackend:
         self._start("accumulate.cu")
         entries = [self._entry(0, n, 0, slot, self.plan.NO_GRAD, False) for slot, n in zip(slots, n_elems, strict=True)]
         least = traffic(sum(n_elems), False, [(4, "r")])
-        self._sum(acc, partials, table, slots, ["r"] * len(slots), 1.0, entries, least)
+        self._sum(acc, partials, None, table, slots, ["r"] * len(slots), 1.0, None, entries, least)
 
     def _sum(
         self,
         acc: Tensor,
         partials: Tensor,
+        micro_partials: Tensor | None,
         table: Tensor,
         slots: Sequence[int],
         access: Sequence[str],
         scale: float,
+        factor: Tensor | None,
         entries: list[tuple],
         least: Counter,
     ) -> None:
         rows = table[list(slots)].tolist()
         parts = [(row[OFFSET], row[N_ELEMS], each) for row, each in zip(rows, access, strict=True)]
-        sums = [(row[FIRST_CHUNK], n_chunks(row[N_ELEMS]), "w") for row in rows]
+        chunks = [(row[FIRST_CHUNK], n_chunks(row[N_ELEMS])) for row in rows]
+        sums = [(*chunk, "w" if each else "") for chunk, each in zip(chunks, access, strict=True)]
+        # A first add stores to the micro-batches' sums, a later one adds to them.
+        micro_sums = [(*chunk, each) for chunk, each in zip(chunks, access, strict=True)]
         addresses = (
             self._buffer("acc", acc, parts, self._back_elems),
             self._buffer("partials", partials, sums, self.far_elems + self.before_chunks),
+            self._buffer("micro_partials", micro_partials, micro_sums, self.far_elems + self.before_chunks),
             self._table(table, slots),
+            self._buffer("factor", factor, [(0, 1, "r")]),
         )
-        moved = self._launch("accumulate_kernel", self.plan.accumulate(*addresses, scale, entries), entries)
-        again = sum(rescanned_elems(flat(acc)[start : start + n]) for start, n, _ in parts)
+        has_micro = micro_partials is not None
+        launches = self.plan.accumulate(*addresses, scale, entries)
+        moved = self._launch("accumulate_kernel", launches, entries, f", {str(has_micro).lower()}")
+        again = sum(rescanned_elems(flat(acc)[start : start + n]) for start, n, each in parts if each)
         least["r", 4] += 4 * again
-        # A block: each thread reads offset and size of the slot (16 bytes), one its first chunk (8); one partial (8).
-        n_blocks = sum(n for _, n, _ in sums)
-        self._check_bytes(moved, least, n_blocks * (self.plan.THREADS * 16 + 8 + 8))
+        # A block: each thread reads offset and size of the slot (16 bytes) and the factor (8), one its first chunk (8);
+        # one partial (8), and what was added to it before.
+        n_blocks, n_idle = sum(n for _, n in chunks), sum(n for _, n, each in sums if not each)
+        per_thread = 16 + 8 * (factor is not None)
+        overhead = n_blocks * self.plan.THREADS * per_thread + (n_blocks - n_idle) * (8 + 8)
+        overhead += sum(n * 8 * len(each) for _, n, each in micro_sums) * has_micro
+        # Blocks that return at once may do so before they look at the slot.
+        self._check_bytes(moved, least, overhead, n_idle * self.plan.THREADS * 16)
 
     def finalize_(
         self,
         control: Tensor,
         scalars: Tensor,
         steps: Tensor,
+        window: Tensor,
         partials: Tensor,
+        micro_partials: Tensor | None,
         table: Tensor,
         hyper: Tensor,
         active: Tensor,
         rule: int,
-        divisor_correction: float,
+        numerator: float,
+        weight: float,
+        weight_sq: float,
         max_norm: float,
-        extra_sum_sq: Tensor | None,
+        extra: Tensor | None,
         advance: bool,
     ) -> None:
         slots = flat(active).nonzero().flatten().tolist()
         rows = table.tolist()
         sums = [(rows[s][FIRST_CHUNK], n_chunks(rows[s][N_ELEMS])) for s in slots]
         total = sum(float(partials[at : at + n].sum()) for at, n in sums)
-        total += 0.0 if extra_sum_sq is None else float(extra_sum_sq)
-        ages = slots if advance and np.isfinite(total) else []
+        total += 0.0 if extra is None else float(extra[0])
+        goes = np.isfinite(total) and weight + float(window[layout.WEIGHT]) > 0
+        ages = slots if advance and goes and rule != layout.RULE_NONE else []
+        # Which entries change is for the results to show; without advancing, two are looked at and none is written.
+        entries = [(0, layout.WINDOW_SIZE, "rw?")] if advance else [(layout.WEIGHT, 2, "r")]
         self._start("finalize.cu")
         groups = sorted({rows[s][3] for s in ages})
         pointers = (
             self._buffer("control", control, [(0, layout.CONTROL_SIZE, "w")]),
             self._rows("scalars", scalars, ages, "w"),
             self._rows("steps", steps, ages, "rw"),
+            self._buffer("window", window, entries),
             self._buffer("partials", partials, [(at, n, "r") for at, n in sums]),
+            self._buffer("micro_partials", micro_partials, [(at, n, "r") for at, n in sums]),
             self._rows("table", table, range(len(rows)), "r"),
             self._rows("hyper", hyper, groups, "r"),
             self._rows("active", active, range(len(rows)), "r"),
-            self._buffer("extra_sum_sq", extra_sum_sq, [(0, 1, "r")]),
+            self._buffer("extra", extra, [(0, 2, "r")]),
         )
         # FinalizeArgs of csrc/cuda/kernels.h.
+        numbers = (numerator, weight, weight_sq, max_norm)
         args = struct.pack(
-            "<8Q2q2d2q", *pointers, len(rows), len(hyper), divisor_correction, max_norm, rule, int(advance)
+            "<10Q2q4d3q", *pointers, len(rows), len(hyper), *numbers, rule, advance, micro_partials is not None
         )
         self._run("finalize_kernel", 0, 1, LANES, args, [0])
         self._copy_back()
@@ -312,7 +344,7 @@ class PtxBackend:
         slots: Sequence[int],
     ) -> None:
         self._start("step.cu")
-        skipped = bool(control[layout.FOUND_INF] != 0.0)
+        skipped = bool(control[layout.SKIPPED] != 0.0)
         used = [] if skipped else list(slots)
         rows = [table[s].tolist() for s in used]
         has_master = [
@@ -339,7 +371,7 @@ class PtxBackend:
             buffer("acc", acc, OFFSET, "r"),
             self._table(table, used),
             self._rows("scalars", scalars, used, "r"),
-            self._buffer("control", control, [(layout.FOUND_INF, 1, "r")]),
+            self._buffer("control", control, [(layout.SKIPPED, 1, "r")]),
         )
         addresses = self._pool("params", params, param_access)
         entries = [
@@ -355,7 +387,7 @@ class PtxBackend:
             here += [master[row[MASTER] :]] if row[MASTER] >= 0 else []
             here += [extra[row[EXTRA] :]] if row[EXTRA] >= 0 else []
             least += traffic(row[N_ELEMS], is_aligned(*here), arrays)
-        # A block: each thread reads found_inf (8 bytes); one its slot's size and three offsets (32), and the scalars.
+        # A block: each thread reads whether to skip (8 bytes), one the size and offsets of a slot (32) and the scalars.
         per_block = self.plan.THREADS * 8 + (0 if skipped else 32 + SCALAR_BYTES[kernel])
         n_blocks = sum(n_chunks(param.numel()) for param in params)
         # The first momentum buffer is the gradient: the old one is read or not, as suits the compiler.

@@ -62,6 +62,15 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
         raise AssertionError(f"{what}: {where.numel()} of {actual.numel()} differ, [{at}] is {got!r}, not {want!r}")
 
 
+def fresh_window(loss_scale: float = 1.0, growth: float = 1.0, backoff: float = 1.0, interval: float = 2000) -> Tensor:
+    """A ``window`` before the first boundary; as it stands, without loss scaling."""
+    window = torch.zeros(layout.WINDOW_SIZE, dtype=torch.float64)
+    window[layout.LOSS_SCALE], window[layout.INV_LOSS_SCALE] = loss_scale, 1.0 / loss_scale
+    window[layout.GROWTH_FACTOR], window[layout.BACKOFF_FACTOR] = growth, backoff
+    window[layout.GROWTH_INTERVAL], window[layout.DECAY] = interval, 0.99
+    return window
+
+
 @dataclass
 class Buffers:
     """Every argument of every op for slots of ``sizes``, each between margins, filled with NaN.
@@ -98,7 +107,10 @@ class Buffers:
         self.master = self._new("master", self.layout.n_master_elems) if self.layout.n_master_elems else None
         self.extra = self._new("extra", self.layout.n_extra_elems) if self.layout.n_extra_elems else None
         self.partials = self._new("partials", self.layout.n_chunks, torch.float64)
+        self.micro_partials = self._new("micro_partials", self.layout.n_chunks, torch.float64)
         self.control = self._new("control", layout.CONTROL_SIZE, torch.float64)
+        self.window = self._new("window", layout.WINDOW_SIZE, torch.float64)
+        self.window.copy_(fresh_window())
         self.scalars = self._new("scalars", n_slots * layout.SCALAR_COLUMNS).view(-1, layout.SCALAR_COLUMNS)
         self.steps = self._new("steps", n_slots)
         self.params: list[Tensor] = []
@@ -116,12 +128,12 @@ class Buffers:
         return param
 
     def of(self, name: str, slot: int) -> Tensor:
-        """A slot's part of the buffer ``name``, flat; all of ``control``, which belongs to none."""
-        if name == "control":
-            return self.control
+        """A slot's part of the buffer ``name``, flat; all of ``control`` and ``window``, which belong to none."""
+        if name in ("control", "window"):
+            return getattr(self, name)
         place = self.places[slot]
-        if name == "partials":
-            return self.partials[place.first_chunk : place.first_chunk + layout.n_chunks(place.n_elems)]
+        if name in ("partials", "micro_partials"):
+            return getattr(self, name)[place.first_chunk : place.first_chunk + layout.n_chunks(place.n_elems)]
         if name in ("scalars", "steps"):
             return getattr(self, name)[slot : slot + 1].view(-1)
         start = {"master": place.master_offset_elems, "extra": place.extra_offset_elems}.get(name, place.offset_elems)
@@ -159,6 +171,29 @@ def assert_same_buffers(actual: Buffers, expected: Buffers) -> None:
 def fp64(tensor: Tensor) -> np.ndarray:
     """The elements as fp64, in memory order."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).double().numpy()
+
+
+def any_bits(n: int, dtype: torch.dtype) -> Tensor:
+    """Values over the whole range of ``dtype``: any bits, so subnormals, infinities and NaNs too."""
+    integer = torch.int32 if dtype == torch.float32 else torch.int16
+    info = torch.iinfo(integer)
+    return torch.randint(info.min, info.max + 1, (n,), dtype=torch.int64).to(integer).view(dtype)
+
+
+def assert_sums_of_squares(partials: Tensor, values: Tensor, old: Tensor | None = None) -> None:
+    """That ``partials`` are the chunks' sums of squares of ``values``, on top of ``old``.
+
+    In fp32, a square is rounded once and then passes less than CHUNK / LANES sums of positive terms. One unit more
+    covers the products of these errors and the fp64 tree; the sum with ``old`` is an fp64 one.
+    """
+    wide = fp64(values)
+    exact = np.array([np.sum(wide[at : at + CHUNK] ** 2) for at in range(0, wide.size, CHUNK)])
+    bound = exact * (CHUNK / layout.LANES + 1) * U32
+    if old is not None:
+        exact = exact + old.numpy()
+        bound += exact * 2.0**-52
+    assert partials.numel() == exact.size
+    assert (np.abs(partials.numpy() - exact) <= bound).all(), (partials, exact)
 
 
 class Rounded:
@@ -247,6 +282,31 @@ def sgd_hyper(
     return [lr, momentum, dampening, float(nesterov), weight_decay, 0.0, -1.0 if maximize else 1.0, 0.0]
 
 
+def accumulate(
+    backend: Backend,
+    buffers: Buffers,
+    grads: Sequence[Tensor],
+    first: Sequence[int],
+    slots: Sequence[int] | None = None,
+    *,
+    scale: float = 1.0,
+    factor: float | None = None,
+    micro: bool = False,
+) -> None:
+    """``accumulate_`` on ``buffers``. ``slots``: all by default. ``micro``: with ``micro_partials``."""
+    backend.accumulate_(
+        buffers.acc,
+        buffers.partials,
+        buffers.micro_partials if micro else None,
+        buffers.table,
+        list(grads),
+        list(range(len(grads)) if slots is None else slots),
+        list(first),
+        scale,
+        None if factor is None else torch.tensor([factor], dtype=torch.float64),
+    )
+
+
 def finalize(
     backend: Backend,
     buffers: Buffers,
@@ -254,25 +314,32 @@ def finalize(
     rule: int,
     *,
     active: Sequence[int] | None = None,
-    divisor_correction: float = 1.0,
+    numerator: float = 1.0,
+    weight: float = 1.0,
+    weight_sq: float = 1.0,
     max_norm: float = math.inf,
-    extra_sum_sq: Tensor | None = None,
+    extra: Tensor | None = None,
     advance: bool = True,
+    micro: bool = False,
 ) -> None:
-    """``finalize_`` on ``buffers``. ``active``: slot indices, all by default."""
+    """``finalize_`` on ``buffers``. ``active``: slot indices, all by default. ``micro``: with ``micro_partials``."""
     mask = torch.zeros(len(buffers.sizes), dtype=torch.uint8)
     mask[list(range(len(buffers.sizes))) if active is None else list(active)] = 1
     backend.finalize_(
         buffers.control,
         buffers.scalars,
         buffers.steps,
+        buffers.window,
         buffers.partials,
+        buffers.micro_partials if micro else None,
         buffers.table,
         torch.tensor(hyper, dtype=torch.float64).view(-1, layout.HYPER_COLUMNS),
         mask,
         rule,
-        divisor_correction,
+        numerator,
+        weight,
+        weight_sq,
         max_norm,
-        extra_sum_sq,
+        extra,
         advance,
     )

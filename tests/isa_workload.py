@@ -6,10 +6,12 @@ Usage: isa_workload.py THREADS...: one line, "isa digest", for each number of th
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 
 import torch
 from helpers import DTYPES, Buffers, adam_hyper, assert_same_bits, finalize, sgd_hyper
+from helpers import accumulate as accumulate_on
 
 from fusedaccum import backends, layout
 from fusedaccum.layout import CHUNK, RULE_ADAM, RULE_SGD
@@ -41,20 +43,25 @@ def windows(backend: backends.Backend, rule: int) -> Buffers:
     step = backend.adam_step_ if rule == RULE_ADAM else backend.sgd_step_
     slots = list(SLOTS)
 
-    def accumulate(first: int, factor: float) -> None:
-        values = [torch.randn(n, generator=generator) * factor for n in SIZES]
+    def accumulate(first: int, size: float, micro: bool, factor: float | None = None) -> None:
+        values = [torch.randn(n, generator=generator) * size for n in SIZES]
         grads = [value.to(DTYPES[(s + 1) % 3]) for s, value in enumerate(values)]
-        backend.accumulate_(buffers.acc, buffers.partials, buffers.table, grads, slots, [first] * len(slots), 1 / 3)
+        accumulate_on(backend, buffers, grads, [first] * len(slots), scale=1 / 3, factor=factor, micro=micro)
 
-    for _ in range(2):
-        accumulate(1, 1.0)
-        accumulate(0, 1.0)
-        finalize(backend, buffers, RULES[rule], rule, divisor_correction=0.7, max_norm=100.0)
+    for micro in (False, True):
+        buffers.window[layout.WEIGHT], buffers.window[layout.WEIGHT_SQ] = 0.5, 0.25
+        accumulate(1, 1.0, micro)
+        accumulate(0, 1.0, micro)
+        accumulate(0, 1.0, micro, 0.3)
+        accumulate(0, math.inf, micro, 0.0)
+        finalize(
+            backend, buffers, RULES[rule], rule, numerator=0.7, weight=2.0, weight_sq=2.0, max_norm=100.0, micro=micro
+        )
         shared = (buffers.acc, buffers.table, buffers.scalars, buffers.control, slots)
         step(buffers.params, *states, buffers.extra, buffers.master, *shared)
-        assert buffers.control[layout.FOUND_INF] == 0.0
+        assert buffers.control[layout.SKIPPED] == 0.0
     # Chunks whose squares overflow fp32 are looked at again.
-    accumulate(0, 1e20)
+    accumulate(0, 1e20, True)
     kept = buffers.partials.clone()
     backend.measure_(buffers.partials, buffers.acc, buffers.table, slots, list(SIZES))
     assert_same_bits(buffers.partials, kept, "measured partials")

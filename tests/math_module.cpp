@@ -96,6 +96,15 @@ py::array_t<float> sgd_update_all(const Array<float>& states, const Array<float>
   });
 }
 
+// Calls `change` on a copy of a row of `window`, and returns the copy.
+template <typename Change>
+py::array_t<double> changed_window(const Array<double>& window, const Change& change) {
+  if (window.size() != kWindow) throw std::invalid_argument("a window has another length");
+  py::array_t<double> result(window.size(), window.data());
+  change(result.mutable_data());
+  return result;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(math_module, m) {
@@ -115,4 +124,21 @@ PYBIND11_MODULE(math_module, m) {
   });
   m.def("integer_power", [](double base, int64_t exponent) { return integer_power(base, exponent); });
   m.def("clip_coefficient", [](double norm, double max_norm) { return clip_coefficient(norm, max_norm); });
+  m.def("effective_scale", [](double scale, const Array<double>& factor) {
+    return effective_scale(scale, factor.size() == 0 ? nullptr : factor.data());
+  });
+  m.def("update_loss_scale", [](const Array<double>& window, bool found_inf) {
+    return changed_window(window, [&](double* row) { update_loss_scale(row, found_inf); });
+  });
+  m.def("update_noise",
+        [](const Array<double>& window, double norm, double micro_norm, double weight, double weight_sq) {
+          return changed_window(window, [&](double* row) { update_noise(row, norm, micro_norm, weight, weight_sq); });
+        });
+  m.def("boundary", [](const Array<double>& window, double sum_sq, double micro_sum_sq, double numerator, double weight,
+                       double weight_sq, double max_norm) {
+    py::array_t<double> control(kControl);
+    const Boundary b = boundary(window.data(), sum_sq, micro_sum_sq, numerator, weight, weight_sq, max_norm);
+    write_control(control.mutable_data(), b, sum_sq, micro_sum_sq);
+    return control;
+  });
 }

@@ -48,10 +48,11 @@ PYBIND11_MODULE(plan_module, m) {
   m.attr("LARGE") = kLarge;
   m.attr("THREADS") = kThreads;
   m.attr("NO_GRAD") = kNoGrad;
-  m.def("accumulate", [](uint64_t acc, uint64_t partials, uint64_t table, float scale,
-                         const std::vector<Tensor>& tensors) {
-    return launches(
-        AccumulateArgs{pointer<float>(acc), pointer<double>(partials), pointer<const Slot>(table), scale, 0}, tensors);
+  m.def("accumulate", [](uint64_t acc, uint64_t partials, uint64_t micro_partials, uint64_t table, uint64_t factor,
+                         double scale, const std::vector<Tensor>& tensors) {
+    return launches(AccumulateArgs{pointer<float>(acc), pointer<double>(partials), pointer<double>(micro_partials),
+                                   pointer<const Slot>(table), pointer<const double>(factor), scale, 0},
+                    tensors);
   });
   m.def("step", [](uint64_t exp_avg, uint64_t exp_avg_sq, uint64_t extra, uint64_t master, uint64_t acc, uint64_t table,
                    uint64_t scalars, uint64_t control, const std::vector<Tensor>& tensors) {

@@ -12,11 +12,18 @@ import pytest
 from bench.cuda_code import Kernel, short_name
 
 # "accumulate<120>" and so on: the two sizes of the parameter block, csrc/cuda/plan.h.
-NAMES = [*(f"{op}<{capacity}>" for op in ("accumulate", "adam", "sgd") for capacity in (120, 2040)), "finalize"]
+IN_BLOCKS = ("accumulate", "accumulate_micro", "adam", "sgd")
+NAMES = [*(f"{op}<{capacity}>" for op in IN_BLOCKS for capacity in (120, 2040)), "finalize"]
 ARCHITECTURES = ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
 # Registers a thread, and the share of an sm_90 multiprocessor's warps that then fit: enough to hide the latency of
 # memory where one row of 16-byte accesses a thread is in flight.
-BUDGETS = {"accumulate": (40, 0.75), "adam": (64, 0.5), "sgd": (64, 0.5), "finalize": (64, 0.5)}
+BUDGETS = {
+    "accumulate": (40, 0.75),
+    "accumulate_micro": (48, 0.625),
+    "adam": (64, 0.5),
+    "sgd": (64, 0.5),
+    "finalize": (64, 0.5),
+}
 
 WIDE_LOAD = r"LDG\.E(\.\w+)*\.128(\.\w+)*"
 WIDE_STORE = r"STG\.E(\.\w+)*\.128(\.\w+)*"
@@ -61,7 +68,7 @@ def test_memory_is_accessed_in_16_bytes(kernel: Kernel) -> None:
         "adam": (2 * 5 * 2 * 3 + 5 * 2 + 2 * (3 * 2 + 2 * 1), 2 * 5 * 2 * 2 + 5 * 2 + 2 * (2 * 3 + 4)),
         "sgd": (2 * 5 * 2 + 5 * 2 + 2 * (3 * 2 + 2 * 1), 5 * 2 + 2 * (2 * 3 + 4)),
     }
-    loads, stores = half_rows[kernel.op]
+    loads, stores = half_rows[kernel.op.removesuffix("_micro")]
     assert kernel.in_sass(WIDE_LOAD) == loads
     assert kernel.in_sass(WIDE_STORE) == stores
 
@@ -98,8 +105,15 @@ class TestArithmetic:
         assert kernel.in_sass(r"MUFU\.RSQ(64H)?") >= n_roots
 
 
-@pytest.mark.parametrize("name", ["accumulate<2040>", "adam<120>", "finalize"])
-def test_names_lose_what_depends_on_where_a_file_lies(name: str) -> None:
-    op, _, capacity = name.rstrip(">").partition("<")
+@pytest.mark.parametrize(
+    ("name", "op", "signature"),
+    [
+        ("accumulate<2040>", "accumulate", "ILi2040ELb0EEEvNS_5BlockI"),
+        ("accumulate_micro<2040>", "accumulate", "ILi2040ELb1EEEvNS_5BlockI"),
+        ("adam<120>", "adam", "ILi120EEEvNS_5BlockI"),
+        ("finalize", "finalize", "ENS_12FinalizeArgsE"),
+    ],
+)
+def test_names_lose_what_depends_on_where_a_file_lies(name: str, op: str, signature: str) -> None:
     file = f"_ZN10fusedaccum39_GLOBAL__N__9581946c_7_{op}_cu_a0552ab6{len(op) + 7}{op}_kernel"
-    assert short_name(file + (f"ILi{capacity}EEEvNS_5BlockI" if capacity else "ENS_12FinalizeArgsE")) == name
+    assert short_name(file + signature) == name

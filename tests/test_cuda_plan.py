@@ -16,7 +16,7 @@ MAX_PARAMETER_BYTES = 32764  # CUDA 12.1 and later, on sm_70 and newer
 OLD_MAX_PARAMETER_BYTES = 4096
 ENTRY_BYTES = 16
 # The kernels' arguments before the entries: AccumulateArgs, StepArgs.
-ACCUMULATE_BYTES, STEP_BYTES = 3 * 8 + 4 + 4, 8 * 8 + 8
+ACCUMULATE_BYTES, STEP_BYTES = 5 * 8 + 8 + 8, 8 * 8 + 8
 
 Tensor = tuple[int, int, int, int, bool]  # address, elements, slot, dtype, first
 
@@ -46,7 +46,7 @@ def entries_of(block: bytes, args_bytes: int) -> list[Entry]:
 
 
 def accumulate(plan: ModuleType, tensors: list[Tensor]) -> list[tuple[int, int, bytes]]:
-    return plan.accumulate(0x1000, 0x2000, 0x3000, 0.3, tensors)
+    return plan.accumulate(0x1000, 0x2000, 0x3000, 0x4000, 0x5000, 0.3, tensors)
 
 
 def step(plan: ModuleType, tensors: list[Tensor]) -> list[tuple[int, int, bytes]]:
@@ -177,20 +177,14 @@ class TestBlock:
     def test_arguments(self, plan_module: ModuleType) -> None:
         tensors = [tensor(1)] * 7 + [tensor(0)]
         ((_, _, block),) = accumulate(plan_module, tensors)
-        assert struct.unpack_from("<3QfI", block) == (
-            0x1000,
-            0x2000,
-            0x3000,
-            struct.unpack("<f", b"\x9a\x99\x99\x3e")[0],
-            7,
-        )
+        assert struct.unpack_from("<5QdQ", block) == (0x1000, 0x2000, 0x3000, 0x4000, 0x5000, 0.3, 7)
         ((_, _, block),) = step(plan_module, tensors)
         assert struct.unpack_from("<9Q", block) == (1, 2, 3, 4, 5, 6, 7, 8, 7)
 
     def test_every_launch_counts_its_own_entries(self, plan_module: ModuleType) -> None:
         first, second = accumulate(plan_module, [tensor(CHUNK + 1, slot=i) for i in range(2043)])
         assert (first[0], second[0]) == (2 * 2040, 2 * 3)
-        assert [struct.unpack_from("<I", block, 28)[0] for _, _, block in (first, second)] == [2040, 3]
+        assert [struct.unpack_from("<Q", block, 48)[0] for _, _, block in (first, second)] == [2040, 3]
         assert entries_of(second[2], ACCUMULATE_BYTES)[0] == Entry(tensor(1)[0], 2, 2040, 0, 0, 0)
 
     def test_dtypes_fit_their_bits(self, plan_module: ModuleType) -> None:

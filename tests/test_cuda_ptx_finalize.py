@@ -9,6 +9,8 @@ from types import ModuleType
 import pytest
 from cuda_cases import Boundary, check_finalize
 from cuda_harness import ARCHS, PtxBackend, rotated
+from helpers import assert_same_bits
+from torch import Tensor
 
 from fusedaccum import layout
 from fusedaccum.backends import Backend
@@ -39,11 +41,9 @@ def test_every_shape(native: Backend, ptx_plan: ModuleType, arch: int, rule: int
 
 
 @pytest.mark.parametrize(("max_norm", "arch"), rotated([0.0, 1e-3, 1.0, 1e30, math.inf]))
-@pytest.mark.parametrize("divisor_correction", [1.0, 1 / 3])
-def test_clip(
-    native: Backend, ptx_plan: ModuleType, arch: int, rule: int, max_norm: float, divisor_correction: float
-) -> None:
-    options = {"max_norm": max_norm, "divisor_correction": divisor_correction}
+@pytest.mark.parametrize("numerator", [1.0, 1 / 3])
+def test_clip(native: Backend, ptx_plan: ModuleType, arch: int, rule: int, max_norm: float, numerator: float) -> None:
+    options = {"max_norm": max_norm, "numerator": numerator}
     check_finalize(native, PtxBackend(ptx_plan, arch), partial(Boundary, SIZES, rule), **options)
 
 
@@ -59,7 +59,7 @@ def test_inactive_slots_are_not_even_read(
 def test_a_sum_from_elsewhere(native: Backend, ptx_plan: ModuleType, arch: int, rule: int, extra: float) -> None:
     for sizes in ((), SIZES):
         result = check_finalize(
-            native, PtxBackend(ptx_plan, arch), partial(Boundary, sizes, rule), extra_sum_sq=extra, max_norm=1.0
+            native, PtxBackend(ptx_plan, arch), partial(Boundary, sizes, rule), extra=[extra, 3.5], max_norm=1.0
         )
         assert result.control[layout.FOUND_INF] == float(not math.isfinite(extra))
 
@@ -83,11 +83,53 @@ def test_found_inf_ages_no_slot(
     assert result.scalars.isnan().all()
 
 
+# Without weight, with a negative one, with one that is not a number: the boundaries' windows add up to a weight of 1.
+@pytest.mark.parametrize(("weight", "arch"), rotated([-1.5, 0.0, 1e-300, 1e200, math.nan, math.inf]))
+@pytest.mark.parametrize("micro", [False, True])
+def test_weights(native: Backend, ptx_plan: ModuleType, arch: int, rule: int, weight: float, micro: bool) -> None:
+    result = check_finalize(
+        native, PtxBackend(ptx_plan, arch), partial(Boundary, SIZES, rule), weight=weight, micro=micro, max_norm=1.0
+    )
+    assert result.control[layout.SKIPPED] == float(not weight >= 0)
+
+
+@pytest.mark.parametrize(("rows", "arch"), rotated([(), SIZES]))
+def test_without_a_rule(native: Backend, ptx_plan: ModuleType, arch: int, rule: int, rows: tuple[int, ...]) -> None:
+    # Neither scalars nor steps are in the device's memory.
+    result = check_finalize(
+        native, PtxBackend(ptx_plan, arch), partial(Boundary, rows, rule), rule=layout.RULE_NONE, max_norm=1.0
+    )
+    assert result.scalars.isnan().all()
+    assert result.window[layout.WEIGHT] == 0.0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_windows_one_after_another(native: Backend, ptx_plan: ModuleType, arch: int, rule: int) -> None:
+    """One window buffer through growth, backoff, skips and the averages."""
+    ptx = PtxBackend(ptx_plan, arch)
+    carried = Boundary(SIZES, rule).window
+    for i, (weight, spoilt) in enumerate([(2.0, None), (3.0, math.inf), (0.0, None), (5.0, None), (4.0, math.nan)]):
+
+        def boundary(spoilt: float | None = spoilt, i: int = i, before: Tensor = carried) -> Boundary:
+            result = Boundary(SIZES, rule, step=float(i))
+            result.window.copy_(before)
+            result.window[layout.GROWTH_INTERVAL] = 1.0
+            if spoilt is not None:
+                result.partials[0] = spoilt
+            return result
+
+        carried = check_finalize(native, ptx, boundary, weight=weight, max_norm=1.0).window
+    first = Boundary(SIZES, rule).window
+    assert (carried - first)[layout.WINDOWS] == 5.0
+    assert (carried - first)[layout.SKIPPED_WINDOWS] == 3.0
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_without_advancing(native: Backend, ptx_plan: ModuleType, arch: int, rule: int) -> None:
     result = check_finalize(native, PtxBackend(ptx_plan, arch), partial(Boundary, SIZES, rule), advance=False)
     assert result.control[layout.FOUND_INF] == 0.0
     assert result.scalars.isnan().all()
+    assert_same_bits(result.window, Boundary(SIZES, rule).window)
 
 
 @pytest.mark.parametrize(("step", "arch"), rotated([0.0, 1.0, 999.0, 2.0**20, 2.0**24 - 1]))

@@ -22,7 +22,7 @@ from cuda_cases import (
     tiny_params,
 )
 from cuda_harness import ARCHS, SCALAR_BYTES, PtxBackend, rotated
-from helpers import assert_same_buffers, finalize
+from helpers import accumulate, assert_same_buffers, finalize
 
 from fusedaccum.backends import Backend
 from fusedaccum.layout import CHUNK, RULE_ADAM, RULE_SGD
@@ -63,10 +63,12 @@ class TestBits:
     def test_any_bits(self, native: Backend, ptx_plan: ModuleType, arch: int, rule: int) -> None:
         check_step(native, PtxBackend(ptx_plan, arch), rule, every_param(rule, (8, 2057)), make=any_bits)
 
-    def test_found_inf_leaves_every_bit(self, native: Backend, ptx_plan: ModuleType, arch: int, rule: int) -> None:
-        # But for found_inf itself, nothing is in the device's memory, and all of it is read-only.
-        check_step(native, PtxBackend(ptx_plan, arch), rule, every_param(rule, (9, 1033)), found_inf=1.0)
-        check_step(native, PtxBackend(ptx_plan, arch), rule, tiny_params(rule, 130), found_inf=1.0)
+    def test_a_skipped_window_leaves_every_bit(
+        self, native: Backend, ptx_plan: ModuleType, arch: int, rule: int
+    ) -> None:
+        # But for the entry that says so, nothing is in the device's memory, and all of it is read-only.
+        check_step(native, PtxBackend(ptx_plan, arch), rule, every_param(rule, (9, 1033)), skipped=1.0)
+        check_step(native, PtxBackend(ptx_plan, arch), rule, tiny_params(rule, 130), skipped=1.0)
 
 
 # One architecture each: what varies is the size or the address, and the code of a kind and group ran on each above.
@@ -134,7 +136,7 @@ def test_bytes(
     ptx, n = PtxBackend(ptx_plan, arch), 2 * CHUNK
     check_step(native, ptx, rule, [Param(n, *kind, group)])
     stats = ptx.launches[0].stats
-    # Of each of the two blocks: 128 threads read found_inf (8 bytes); one reads 32 of the table and the scalars.
+    # Of each of the two blocks: 128 threads read whether to skip (8 bytes); one reads 32 of the table and the scalars.
     assert (
         stats.global_read + stats.global_written - 2 * (128 * 8 + 32 + SCALAR_BYTES[NAMES[rule]]) == n * bytes_an_elem
     )
@@ -157,8 +159,8 @@ def test_windows_through_all_kernels(native: Backend, ptx_plan: ModuleType, arch
                 if window == 1 and micro_batch == 0:
                     grads[-1][CHUNK] = float("inf")
                 first = [int(micro_batch == 0)] * len(active)
-                backend.accumulate_(buffers.acc, buffers.partials, buffers.table, grads, active, first, SCALE)
-            finalize(backend, buffers, GROUPS[rule], rule, active=active, divisor_correction=0.5, max_norm=1.0)
+                accumulate(backend, buffers, grads, first, active, scale=SCALE, factor=0.7, micro=True)
+            finalize(backend, buffers, GROUPS[rule], rule, active=active, numerator=0.5, max_norm=1.0, micro=True)
             assert buffers.control[1] == float(window == 1)
             step(backend, buffers, rule, active)
         results.append(buffers)

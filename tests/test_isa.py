@@ -11,7 +11,7 @@ import isa_workload
 import pytest
 import torch
 from conftest import ROOT
-from helpers import DTYPES, SIZES, Buffers, assert_same_buffers
+from helpers import DTYPES, SIZES, Buffers, accumulate, assert_same_buffers
 
 from fusedaccum.backends import Backend
 from fusedaccum.layout import CHUNK
@@ -53,10 +53,10 @@ def test_buckets_do_not_change_a_bit(backend: Backend, order: str) -> None:
     whole, split = Buffers(SIZES), Buffers(SIZES)
     for micro_batch, each in enumerate(grads):
         first = int(micro_batch == 0)
-        backend.accumulate_(whole.acc, whole.partials, whole.table, each, slots, [first] * len(slots), 0.3)
+        accumulate(backend, whole, each, [first] * len(slots), scale=0.3, micro=True)
         for bucket in buckets:
             chosen = [each[s] for s in bucket]
-            backend.accumulate_(split.acc, split.partials, split.table, chosen, bucket, [first] * len(bucket), 0.3)
+            accumulate(backend, split, chosen, [first] * len(bucket), bucket, scale=0.3, micro=True)
     assert_same_buffers(split, whole)
 
 
@@ -82,7 +82,7 @@ def test_threads_share_chunks_without_gaps_or_repeats(backend: Backend, sizes: t
             torch.set_num_threads(n_threads)
             buffers = Buffers(sizes)
             buffers.acc.fill_(1.0)
-            backend.accumulate_(buffers.acc, buffers.partials, buffers.table, grads, slots, [0] * len(slots), 1.0)
+            accumulate(backend, buffers, grads, [0] * len(slots))
             for s in (slots[0], slots[-1], *slots[:: max(len(slots) // 8, 1)]):
                 assert (buffers.of("acc", s) == 2.0).all(), (n_threads, s)
             assert buffers.partials.sum().item() == 4.0 * sum(sizes), n_threads

@@ -31,12 +31,13 @@ def struct_fields(name: str) -> list[str]:
 
 
 def enum_names(name: str) -> dict[str, int]:
-    """The values of an enum of csrc/layout.h."""
-    body = re.search(rf"enum {name} : int64_t \{{(.*?)\}}", HEADER).group(1)
+    """The values of an enum of csrc/layout.h, by Python's names for them: kSumSq is SUM_SQ."""
+    body = re.search(rf"enum {name} : int64_t \{{(.*?)\}}", HEADER, re.DOTALL).group(1)
     values: dict[str, int] = {}
-    for entry in body.split(","):
+    for entry in re.sub(r"//.*", "", body).replace("\n", " ").split(","):
         key, _, value = (part.strip() for part in entry.partition("="))
-        values[key] = int(value) if value else len(values)
+        if key:
+            values[re.sub(r"\B([A-Z])", r"_\1", key.removeprefix("k")).upper()] = int(value) if value else len(values)
     return values
 
 
@@ -62,18 +63,22 @@ class TestHeader:
         assert len(struct_fields(f"{rule}Hyper")) == layout.HYPER_COLUMNS
         assert len(struct_fields(f"{rule}Scalars")) == layout.SCALAR_COLUMNS
 
-    def test_control_block(self) -> None:
-        assert enum_names("Control") == {
-            "kNorm": layout.NORM,
-            "kFoundInf": layout.FOUND_INF,
-            "kClipCoef": layout.CLIP_COEF,
-            "kGradMultiplier": layout.GRAD_MULTIPLIER,
-            "kSumSq": layout.SUM_SQ,
-            "kControl": layout.CONTROL_SIZE,
-        }
+    @pytest.mark.parametrize(
+        ("name", "first", "size"),
+        [("Control", "NORM", layout.CONTROL_SIZE), ("Window", "WEIGHT", layout.WINDOW_SIZE)],
+    )
+    def test_entries(self, name: str, first: str, size: int) -> None:
+        entries = enum_names(name)
+        assert entries.pop(name.upper()) == size
+        assert (entries[first], len(entries)) == (0, size)
+        assert {entry: getattr(layout, entry) for entry in entries} == entries
 
     def test_rules(self) -> None:
-        assert enum_names("Rule") == {"kAdam": layout.RULE_ADAM, "kSgd": layout.RULE_SGD}
+        assert enum_names("Rule") == {
+            "ADAM": layout.RULE_ADAM,
+            "SGD": layout.RULE_SGD,
+            "NO_RULE": layout.RULE_NONE,
+        }
 
     def test_a_chunk_is_whole_rounds_of_lanes(self) -> None:
         # The tree over lanes halves, and a chunk's second round must begin at lane 0.

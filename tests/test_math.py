@@ -11,7 +11,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from helpers import U32, Rounded, adam_hyper, sgd_hyper
+from helpers import U32, Rounded, adam_hyper, fresh_window, sgd_hyper
+
+from fusedaccum import layout
 
 EVERY_16 = np.arange(2**16, dtype=np.uint16)
 Denormals = Callable[[], AbstractContextManager[None]]
@@ -260,3 +262,79 @@ def test_clip_coefficient_at_its_ends(
     math_module: ModuleType, norm: float, max_norm: float, coefficient: float
 ) -> None:
     assert math_module.clip_coefficient(norm, max_norm) == coefficient
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3, 1 / 7, 0.0, 1e-46, 1e39])
+@pytest.mark.parametrize("factor", [None, 1.0, 0.7, 2.0**-16, 0.0, 1e39])
+def test_effective_scale(math_module: ModuleType, scale: float, factor: float | None, denormals: Denormals) -> None:
+    # One fp64 product, one rounding to fp32: not the product of two fp32 values.
+    with np.errstate(over="ignore"):
+        expected = np.float32(scale if factor is None else scale * factor)
+    with denormals():
+        actual = math_module.effective_scale(scale, [] if factor is None else [factor])
+    assert actual == expected
+
+
+def test_loss_scale(math_module: ModuleType) -> None:
+    window = fresh_window(8.0, 2.0, 0.25, 3).numpy()
+    seen = []
+    for found_inf in (False, False, False, False, True, False, False, False):
+        window = math_module.update_loss_scale(window, found_inf)
+        assert window[layout.INV_LOSS_SCALE] == 1 / window[layout.LOSS_SCALE]
+        seen.append((window[layout.LOSS_SCALE], window[layout.GROWTH_TRACKER]))
+    assert seen == [(8, 1), (8, 2), (16, 0), (16, 1), (4, 0), (4, 1), (4, 2), (8, 0)]
+
+
+def test_noise(math_module: ModuleType) -> None:
+    """The two equations in exact arithmetic: |G|^2 = g + tr / W and m^2 rho = rho g + tr / W."""
+    rng = np.random.default_rng(4)
+    for _ in range(300):
+        true, trace, weight, device = rng.uniform(0.1, 5, 4)
+        weights = rng.uniform(0.1, 0.9) * (weight + device) ** 2
+        total, rho = Fraction(weight) + Fraction(device), Fraction(weights) / (Fraction(weight) + Fraction(device)) ** 2
+        window = fresh_window().numpy()
+        window[[layout.WEIGHT, layout.DECAY]] = device, 0.0
+        norm = math.sqrt(Fraction(true) + Fraction(trace) / total)
+        micro_norm = math.sqrt(Fraction(true) + Fraction(trace) / (rho * total))
+        after = math_module.update_noise(window, norm, micro_norm, weight, weights)
+        # Ten roundings, and differences as small as a tenth of what they are taken of, over 1 - rho, at least 0.1.
+        scale = (norm**2 + micro_norm**2) * 10 * 2.0**-53 / float(1 - rho)
+        assert abs(after[layout.GRAD_SQ] - true) <= scale
+        assert abs(after[layout.NOISE] - trace) <= scale * float(total)
+        assert after[layout.MEAN_WEIGHT] == 1.0
+
+
+def test_boundary(math_module: ModuleType) -> None:
+    rng = np.random.default_rng(5)
+    for sum_sq, micro_sum_sq, numerator, weight, weight_sq, max_norm, device, device_sq in rng.uniform(
+        0.1, 9, (300, 8)
+    ):
+        window = fresh_window().numpy()
+        window[[layout.WEIGHT, layout.WEIGHT_SQ]] = device, device_sq
+        control = math_module.boundary(window, sum_sq, micro_sum_sq, numerator, weight, weight_sq, max_norm)
+        factor = numerator / (weight + device)
+        norm = math.sqrt(sum_sq) * factor
+        clip = min(max_norm / (norm + 1e-6), 1.0)
+        # The sum of squares of contributions w g / W over that of w / W, the factor being 1 / W.
+        micro_norm = math.sqrt(micro_sum_sq / (weight_sq + device_sq)) * numerator
+        expected = [norm, 0.0, clip, clip * factor, sum_sq, 0.0, micro_norm, micro_sum_sq]
+        np.testing.assert_allclose(control, expected, rtol=12 * 2.0**-53)
+
+
+@pytest.mark.parametrize(
+    ("sum_sq", "weight", "found_inf", "skipped"),
+    [
+        (1.0, 1.0, 0.0, 0.0),
+        (0.0, 1.0, 0.0, 0.0),  # all gradients zero: a step as any other
+        (math.inf, 1.0, 1.0, 1.0),
+        (math.nan, 1.0, 1.0, 1.0),
+        (1.0, 0.0, 0.0, 1.0),
+        (1.0, -1.0, 0.0, 1.0),
+        (1.0, math.nan, 0.0, 1.0),
+        (math.inf, 0.0, 1.0, 1.0),
+    ],
+)
+def test_skips(math_module: ModuleType, sum_sq: float, weight: float, found_inf: float, skipped: float) -> None:
+    control = math_module.boundary(fresh_window().numpy(), sum_sq, 1.0, 1.0, weight, 1.0, math.inf)
+    assert (control[layout.FOUND_INF], control[layout.SKIPPED]) == (found_inf, skipped)
+    assert skipped or control[layout.GRAD_MULTIPLIER] == 1.0

@@ -1,4 +1,4 @@
-"""finalize_: norm, non-finite test, clip, step counts and the scalars of every slot."""
+"""finalize_: norm, non-finite test, clip, steps and the scalars of every slot. test_op_window.py has the window."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TestControl:
         before = buffers.snapshot()
         slots = range(len(sizes))
         finalize(backend, buffers, RULES[rule], rule)
-        buffers.assert_only_changed(before, {"control": [0], "scalars": slots, "steps": slots})
+        buffers.assert_only_changed(before, {"control": [0], "window": [0], "scalars": slots, "steps": slots})
         assert_norm(buffers, math.fsum(buffers.partials.tolist()))
         assert buffers.control[layout.FOUND_INF] == 0.0
         assert buffers.control[layout.CLIP_COEF] == buffers.control[layout.GRAD_MULTIPLIER] == 1.0
@@ -64,7 +64,7 @@ class TestControl:
             buffers.of("partials", s).fill_(math.nan)
         before = buffers.snapshot()
         finalize(backend, buffers, RULES[rule], rule, active=active)
-        buffers.assert_only_changed(before, {"control": [0], "scalars": active, "steps": active})
+        buffers.assert_only_changed(before, {"control": [0], "window": [0], "scalars": active, "steps": active})
         assert_norm(buffers, math.fsum(x for s in active for x in buffers.of("partials", s).tolist()))
         assert buffers.control[layout.FOUND_INF] == 0.0
         assert buffers.steps.tolist() == [4.0 if s in active else 3.0 for s in ALL]
@@ -82,15 +82,15 @@ class TestControl:
     @pytest.mark.parametrize("bad", [math.inf, math.nan])
     @pytest.mark.parametrize("slot", [0, 2, 5])
     @pytest.mark.parametrize("max_norm", [1.0, math.inf])
-    def test_found_inf_changes_control_alone(
+    def test_found_inf_changes_no_slot(
         self, backend: Backend, reference: Backend, rule: int, bad: float, slot: int, max_norm: float
     ) -> None:
         buffers = ready(steps=7.0)
         buffers.of("partials", slot)[-1] = bad
         before = buffers.snapshot()
         finalize(backend, buffers, RULES[rule], rule, max_norm=max_norm)
-        buffers.assert_only_changed(before, {"control": [0]})
-        assert buffers.control[layout.FOUND_INF] == 1.0
+        buffers.assert_only_changed(before, {"control": [0], "window": [0]})
+        assert buffers.control[layout.FOUND_INF] == buffers.control[layout.SKIPPED] == 1.0
         assert not buffers.control[layout.NORM].isfinite()
         control = buffers.control.clone()
         finalize(reference, buffers, RULES[rule], rule, max_norm=max_norm)
@@ -105,13 +105,26 @@ class TestControl:
 
     def test_sums_kept_elsewhere_count(self, backend: Backend, rule: int) -> None:
         buffers = ready()
-        elsewhere = torch.tensor([12345.678], dtype=torch.float64)
-        finalize(backend, buffers, RULES[rule], rule, extra_sum_sq=elsewhere)
-        assert_norm(buffers, math.fsum([*buffers.partials.tolist(), elsewhere.item()]))
+        buffers.micro_partials.copy_(buffers.partials * 0.7)
+        elsewhere = torch.tensor([12345.678, 333.25], dtype=torch.float64)
+        for micro in (False, True):
+            finalize(backend, buffers, RULES[rule], rule, extra=elsewhere, micro=micro)
+            assert_norm(buffers, math.fsum([*buffers.partials.tolist(), elsewhere[0].item()]))
+            micro_sum = math.fsum([*buffers.micro_partials.tolist() * micro, elsewhere[1].item()])
+            rtol = (buffers.partials.numel() / LANES + 12) * U64
+            assert buffers.control[layout.MICRO_SUM_SQ].item() == pytest.approx(micro_sum, rel=rtol, abs=0)
         before = buffers.snapshot()
-        finalize(backend, buffers, RULES[rule], rule, extra_sum_sq=elsewhere.fill_(math.inf))
-        buffers.assert_only_changed(before, {"control": [0]})
+        finalize(backend, buffers, RULES[rule], rule, extra=torch.tensor([math.inf, 1.0], dtype=torch.float64))
+        buffers.assert_only_changed(before, {"control": [0], "window": [0]})
         assert buffers.control[layout.FOUND_INF] == 1.0
+
+    def test_micro_batches_that_overflow_are_no_reason_to_skip(self, backend: Backend, rule: int) -> None:
+        buffers = ready()
+        buffers.micro_partials.fill_(math.inf)
+        finalize(backend, buffers, RULES[rule], rule, micro=True)
+        assert buffers.control[layout.MICRO_NORM] == buffers.control[layout.MICRO_SUM_SQ] == math.inf
+        assert buffers.control[layout.FOUND_INF] == buffers.control[layout.SKIPPED] == 0.0
+        assert buffers.steps.tolist() == [1.0] * len(SIZES)
 
     @pytest.mark.parametrize("correction", [1.0, 1 / 3, 2.0**-16, 64.0])
     @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e6, math.inf])
@@ -120,7 +133,7 @@ class TestControl:
         buffers = Buffers((40, 3, 17))
         buffers.steps.zero_()
         buffers.partials.copy_(torch.stack([g.square().sum() for g in grads]))
-        finalize(backend, buffers, RULES[rule], rule, divisor_correction=correction, max_norm=max_norm)
+        finalize(backend, buffers, RULES[rule], rule, numerator=correction, max_norm=max_norm)
         params = [torch.nn.Parameter(torch.zeros_like(g)) for g in grads]
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad * correction
@@ -143,7 +156,7 @@ class TestControl:
                 buffers = Buffers((3,))
                 buffers.steps.zero_()
                 buffers.partials.fill_(3.0)
-                finalize(each, buffers, RULES[rule], rule, divisor_correction=0.7, max_norm=float(max_norm))
+                finalize(each, buffers, RULES[rule], rule, numerator=0.7, max_norm=float(max_norm))
                 results.append(buffers)
             assert_same_buffers(*results)
 
@@ -197,7 +210,7 @@ class TestScalars:
             buffers = Buffers([3] * len(pairs), [group for group, _ in pairs])
             buffers.partials.fill_(2.0)
             buffers.steps.copy_(torch.tensor([step - 1.0 for _, step in pairs]))
-            finalize(each, buffers, groups, rule, divisor_correction=0.25, max_norm=0.5)
+            finalize(each, buffers, groups, rule, numerator=0.25, max_norm=0.5)
             results.append(buffers)
         multiplier = results[0].control[layout.GRAD_MULTIPLIER].item()
         assert results[0].steps.tolist() == [step for _, step in pairs]
@@ -238,6 +251,8 @@ def test_opcheck(rule: int, with_extra: bool) -> None:
     buffers.scalars.zero_()
     hyper = torch.tensor(RULES[rule], dtype=torch.float64)
     active = torch.ones(len(SIZES), dtype=torch.uint8)
-    extra = torch.ones(1, dtype=torch.float64) if with_extra else None
-    arguments = (buffers.control, buffers.scalars, buffers.steps, buffers.partials, buffers.table, hyper, active)
-    torch.library.opcheck(torch.ops.fusedaccum.finalize_.default, (*arguments, rule, 0.5, 1.0, extra, True))
+    extra = torch.ones(2, dtype=torch.float64) if with_extra else None
+    micro = buffers.micro_partials.fill_(2.0) if with_extra else None
+    written = (buffers.control, buffers.scalars, buffers.steps, buffers.window)
+    arguments = (*written, buffers.partials, micro, buffers.table, hyper, active, rule, 0.5, 2.0, 2.0, 1.0, extra, True)
+    torch.library.opcheck(torch.ops.fusedaccum.finalize_.default, arguments)

@@ -28,7 +28,7 @@ def good_arguments(op: str) -> tuple[Buffers, Arguments]:
     buffers = Buffers(SIZES, masters=[0], extras=[0, 1])
     for whole in buffers.whole.values():
         whole.fill_(1.0)
-    buffers.control[layout.FOUND_INF] = 0.0
+    buffers.control[layout.SKIPPED] = 0.0
     acc, partials, table = buffers.acc, buffers.partials, buffers.table
     if op in ("adam_step_", "sgd_step_"):
         params = [
@@ -45,19 +45,25 @@ def good_arguments(op: str) -> tuple[Buffers, Arguments]:
     if op == "accumulate_":
         grads = [torch.ones(2, 3), torch.ones(SIZES[1], dtype=torch.bfloat16)]
         lists = {"grads": grads, "slots": [0, 1], "first": [1, 0]}
-        return buffers, {"acc": acc, "partials": partials, "table": table, **lists, "scale": 1.0}
+        sums = {"partials": partials, "micro_partials": buffers.micro_partials}
+        factor = torch.ones(1, dtype=torch.float64)
+        return buffers, {"acc": acc, **sums, "table": table, **lists, "scale": 1.0, "factor": factor}
     return buffers, {
         "control": buffers.control,
         "scalars": buffers.scalars,
         "steps": buffers.steps,
+        "window": buffers.window,
         "partials": partials,
+        "micro_partials": buffers.micro_partials,
         "table": table,
         "hyper": torch.tensor([adam_hyper()], dtype=torch.float64),
         "active": torch.ones(2, dtype=torch.uint8),
         "rule": layout.RULE_ADAM,
-        "divisor_correction": 1.0,
+        "numerator": 1.0,
+        "weight": 1.0,
+        "weight_sq": 1.0,
         "max_norm": 1.0,
-        "extra_sum_sq": torch.zeros(1, dtype=torch.float64),
+        "extra": torch.zeros(2, dtype=torch.float64),
         "advance": True,
     }
 
@@ -114,6 +120,11 @@ PARTIALS = [
     ("partials", lambda t: t.float(), has_dtype("partials", "float32", "float64")),
     ("partials", lambda t: gappy(t), "partials is not contiguous; accepted: contiguous"),
 ]
+MICRO_PARTIALS = [
+    ("micro_partials", lambda t: t.float(), has_dtype("micro_partials", "float32", "float64")),
+    ("micro_partials", lambda t: gappy(t), "micro_partials is not contiguous; accepted: contiguous"),
+    ("micro_partials", lambda t: t[:2], "micro_partials has 2 elements; accepted: at least 3"),
+]
 SCALARS = [
     ("scalars", lambda t: t.double(), has_dtype("scalars", "float64", "float32")),
     ("scalars", lambda t: t.flatten(), f"scalars has 1 dimensions, the last of 24; {COLUMNS} 12"),
@@ -122,7 +133,7 @@ SCALARS = [
 ]
 CONTROL = [
     ("control", lambda t: t.float(), has_dtype("control", "float32", "float64")),
-    ("control", lambda t: t[:4], "control has 4 elements; accepted: at least 5"),
+    ("control", lambda t: t[:4], "control has 4 elements; accepted: at least 8"),
 ]
 
 
@@ -198,6 +209,10 @@ CASES = {
         *SLOTS,
         *placement_cases("grads"),
         *chunk_cases("grads"),
+        *MICRO_PARTIALS,
+        ("factor", lambda t: t.float(), has_dtype("factor", "float32", "float64")),
+        ("factor", lambda t: t[:0], "factor has 0 elements; accepted: at least 1"),
+        ("factor", lambda t: gappy(t.expand(2)), "factor is not contiguous; accepted: contiguous"),
         *tensor_cases("grads"),
         ("slots", lambda old: [*old, 0], "slots has 3 entries; accepted: 2, one for each of grads"),
         ("first", lambda old: old[:1], "first has 1 entries; accepted: 2, one for each of grads"),
@@ -222,6 +237,10 @@ CASES = {
         *SCALARS,
         *CONTROL,
         *chunk_cases("active"),
+        *MICRO_PARTIALS,
+        ("window", lambda t: t.float(), has_dtype("window", "float32", "float64")),
+        ("window", lambda t: gappy(t), "window is not contiguous; accepted: contiguous"),
+        ("window", lambda t: t[:15], "window has 15 elements; accepted: at least 16"),
         ("steps", lambda t: t.double(), has_dtype("steps", "float64", "float32")),
         ("steps", lambda t: t[:1], "steps has 1 elements; accepted: at least 2"),
         ("active", lambda t: t.bool(), has_dtype("active", "bool", "uint8")),
@@ -231,9 +250,11 @@ CASES = {
         ("hyper", lambda t: t[:0], "table[0] has group 0; accepted: 0 to -1"),
         ("table", cell(1, 3, 1), "table[1] has group 1; accepted: 0 to 0"),
         ("table", cell(0, 3, -1), "table[0] has group -1; accepted: 0 to 0"),
-        ("rule", lambda old: 2, "rule is 2; accepted: 0 (Adam), 1 (SGD)"),
-        ("extra_sum_sq", lambda t: t.float(), has_dtype("extra_sum_sq", "float32", "float64")),
-        ("extra_sum_sq", lambda t: t[:0], "extra_sum_sq has 0 elements; accepted: at least 1"),
+        ("rule", lambda old: 3, "rule is 3; accepted: 0 (Adam), 1 (SGD), 2 (none)"),
+        ("rule", lambda old: -1, "rule is -1; accepted: 0 (Adam), 1 (SGD), 2 (none)"),
+        ("extra", lambda t: t.float(), has_dtype("extra", "float32", "float64")),
+        ("extra", lambda t: t[:1], "extra has 1 elements; accepted: at least 2"),
+        ("extra", lambda t: gappy(t), "extra is not contiguous; accepted: contiguous"),
     ],
     "adam_step_": [
         *step_cases("max_exp_avg_sq"),

@@ -13,6 +13,7 @@ from helpers import (
     SIZES,
     Buffers,
     Rounded,
+    accumulate,
     adam_hyper,
     assert_same_bits,
     assert_same_buffers,
@@ -92,7 +93,7 @@ def ready(
     sizes: Sequence[int] = SIZES,
     shift: int = 0,
     step: int = 3,
-    found_inf: float = 0.0,
+    skipped: float = 0.0,
     seed: int = 0,
 ) -> Buffers:
     """Buffers as just before the step that makes the count ``step``; every state in use is filled."""
@@ -115,13 +116,14 @@ def ready(
     buffers.steps.fill_(step - 1.0)
     buffers.partials.fill_(1.0)
     reference_finalize(buffers, case)
-    buffers.control[layout.FOUND_INF] = found_inf
+    # Whether to skip is one entry's to say: a window without weight has nothing that is not finite.
+    buffers.control[layout.SKIPPED], buffers.control[layout.FOUND_INF] = skipped, 1.0 - skipped
     return buffers
 
 
 def reference_finalize(buffers: Buffers, case: Case) -> None:
     """``finalize_`` has its own tests."""
-    finalize(reference_ops, buffers, [case.hyper], case.rule, divisor_correction=0.3)
+    finalize(reference_ops, buffers, [case.hyper], case.rule, numerator=0.3)
 
 
 def run_step(backend: Backend, buffers: Buffers, rule: int, slots: Sequence[int] | None = None) -> None:
@@ -214,8 +216,10 @@ class TestUpdate:
                 run_step(each, buffers, case.rule)
             assert_same_buffers(*results)
 
-    def test_found_inf_leaves_every_bit(self, backend: Backend, case: Case, kind: tuple[torch.dtype, bool]) -> None:
-        buffers = ready(case, kind, found_inf=1.0)
+    def test_a_skipped_window_leaves_every_bit(
+        self, backend: Backend, case: Case, kind: tuple[torch.dtype, bool]
+    ) -> None:
+        buffers = ready(case, kind, skipped=1.0)
         buffers.params[-1].fill_(math.nan)  # a NaN must not even be quieted
         before = buffers.snapshot()
         run_step(backend, buffers, case.rule)
@@ -317,8 +321,8 @@ def test_a_run_follows_torch_in_fp64(backend: Backend, case: Case) -> None:
     ]
     for step in range(1, 6):
         grads = [torch.randn(n) for n in sizes]
-        backend.accumulate_(buffers.acc, buffers.partials, buffers.table, grads, [0, 1], [1, 1], 1.0)
-        finalize(backend, buffers, [case.hyper], case.rule, divisor_correction=0.5)
+        accumulate(backend, buffers, grads, [1, 1])
+        finalize(backend, buffers, [case.hyper], case.rule, numerator=0.5)
         run_step(backend, buffers, case.rule)
         for double, grad in zip(doubles, grads, strict=True):
             double.grad = grad.double() * 0.5

@@ -1,5 +1,8 @@
 // accumulate_ and measure_: gradients into the accumulator, and the sums of squares of its chunks.
+#include <algorithm>
+
 #include "../checks.h"
+#include "../math.h"
 #include "kernels.h"
 #include "ops.h"
 #include "parallel.h"
@@ -10,44 +13,82 @@ namespace {
 struct AccumulateTask {
   float* acc;
   double* partials;
+  double* micro_partials;  // null: not kept
   const char* grad;
   int64_t grad_bytes;
-  double (*kernel)(float*, const void*, int64_t, float);
+  bool first;
+  double (*kernel)(float*, const void*, int64_t, float, double*);
 };
+
+// A first add of so many bytes is out of any cache by the time of the next one.
+constexpr int64_t kStreamBytes = int64_t{32} << 20;
+
+Add kind_of_add(bool is_first, bool has_micro, bool streams, const float* acc) {
+  if (!is_first) return has_micro ? kAddLaterWithMicro : kAddLater;
+  return streams && reinterpret_cast<uintptr_t>(acc) % kStreamAlignment == 0 ? kAddFirstStreaming : kAddFirst;
+}
+
+void add_chunk(const AccumulateTask& task, int64_t begin, int64_t n, float scale) {
+  const int64_t chunk = begin / kChunk;
+  double micro = 0.0;
+  const double sum = task.kernel(task.acc + begin, task.grad + begin * task.grad_bytes, n, scale, &micro);
+  task.partials[chunk] = sum;
+  if (task.micro_partials == nullptr) return;
+  task.micro_partials[chunk] = task.first ? sum : task.micro_partials[chunk] + micro;
+}
+
+// A scale of zero: see effective_scale.
+void add_nothing(const AccumulateTask& task, int64_t begin, int64_t n) {
+  if (!task.first) return;
+  std::fill_n(task.acc + begin, n, 0.0f);
+  task.partials[begin / kChunk] = 0.0;
+  if (task.micro_partials != nullptr) task.micro_partials[begin / kChunk] = 0.0;
+}
 
 }  // namespace
 
-void accumulate_cpu(Tensor acc, Tensor partials, Tensor table, std::vector<Tensor> grads, std::vector<int64_t> slots,
-                    std::vector<int64_t> first, double scale) {
+void accumulate_cpu(Tensor acc, Tensor partials, std::optional<Tensor> micro_partials, Tensor table,
+                    std::vector<Tensor> grads, std::vector<int64_t> slots, std::vector<int64_t> first, double scale,
+                    std::optional<Tensor> factor) {
   const char* op = "accumulate_";
   const Kernels& isa = kernels();
   check_flat({op, "partials"}, partials, ScalarType::Double, 0);
   check_flat({op, "acc"}, acc, ScalarType::Float, 0);
+  check_accumulate(op, partials, micro_partials, factor);
   const SlotTable slot_table(op, table, acc.numel(), partials.numel());
   check_same_length(op, "grads", grads.size(), "slots", slots.size());
   check_same_length(op, "grads", grads.size(), "first", first.size());
   float* const acc_data = static_cast<float*>(acc.mutable_data_ptr());
   double* const partials_data = static_cast<double*>(partials.mutable_data_ptr());
+  double* const micro_data = optional_mutable_doubles(micro_partials);
   std::vector<AccumulateTask> tasks;
   std::vector<int64_t> n_elems;
   OnceEach once(op, slot_table.size());
   tasks.reserve(grads.size());
   n_elems.reserve(grads.size());
+  int64_t first_elems = 0;
+  for (size_t i = 0; i < grads.size(); ++i) first_elems += first[i] != 0 ? grads[i].numel() : 0;
+  const bool streams = first_elems * static_cast<int64_t>(sizeof(float)) >= kStreamBytes;
   for (size_t i = 0; i < grads.size(); ++i) {
     const Dtype dtype = stored_dtype(op, "grads", i, grads[i]);
     const Slot& slot = slot_table.at(slots[i], "grads", i);
     once.check(slots[i], i);
     slot_table.check_tensor(grads[i], slot, "grads", i);
-    tasks.push_back({acc_data + slot.offset_elems, partials_data + slot.first_chunk,
-                     static_cast<const char*>(grads[i].const_data_ptr()), dtype == kFloat32 ? 4 : 2,
-                     isa.accumulate[dtype][first[i] != 0]});
+    const bool is_first = first[i] != 0;
+    float* const slot_acc = acc_data + slot.offset_elems;
+    const Add add = kind_of_add(is_first, micro_data != nullptr, streams, slot_acc);
+    tasks.push_back({slot_acc, partials_data + slot.first_chunk,
+                     micro_data != nullptr ? micro_data + slot.first_chunk : nullptr,
+                     static_cast<const char*>(grads[i].const_data_ptr()), dtype == kFloat32 ? 4 : 2, is_first,
+                     isa.accumulate[dtype][add]});
     n_elems.push_back(slot.n_elems);
   }
-  const float scale32 = static_cast<float>(scale);
-  for_each_chunk(n_elems, [&](size_t i, int64_t begin, int64_t n) {
-    const AccumulateTask& task = tasks[i];
-    task.partials[begin / kChunk] = task.kernel(task.acc + begin, task.grad + begin * task.grad_bytes, n, scale32);
-  });
+  const float scale32 = effective_scale(scale, optional_doubles(factor));
+  if (scale32 == 0.0f) {
+    for_each_chunk(n_elems, [&](size_t i, int64_t begin, int64_t n) { add_nothing(tasks[i], begin, n); });
+  } else {
+    for_each_chunk(n_elems, [&](size_t i, int64_t begin, int64_t n) { add_chunk(tasks[i], begin, n, scale32); });
+  }
 }
 
 void measure_cpu(Tensor partials, Tensor acc, Tensor table, std::vector<int64_t> slots, std::vector<int64_t> n_elems) {

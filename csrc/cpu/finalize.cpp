@@ -1,6 +1,4 @@
-// finalize_: from the partials to the control block and the scalars of every slot.
-#include <cmath>
-
+// finalize_: from the partials to the control block, the window and the scalars of every slot.
 #include "../checks.h"
 #include "../math.h"
 #include "ops.h"
@@ -46,11 +44,12 @@ void write_scalars(const SlotTable& table, const uint8_t* active, const Tensor& 
 
 }  // namespace
 
-void finalize_cpu(Tensor control, Tensor scalars, Tensor steps, Tensor partials, Tensor table, Tensor hyper,
-                  Tensor active, int64_t rule, double divisor_correction, double max_norm,
-                  std::optional<Tensor> extra_sum_sq, bool advance) {
+void finalize_cpu(Tensor control, Tensor scalars, Tensor steps, Tensor window, Tensor partials,
+                  std::optional<Tensor> micro_partials, Tensor table, Tensor hyper, Tensor active, int64_t rule,
+                  double numerator, double weight, double weight_sq, double max_norm, std::optional<Tensor> extra,
+                  bool advance) {
   const char* op = "finalize_";
-  check_finalize(op, control, scalars, steps, partials, table, hyper, active, rule, extra_sum_sq);
+  check_finalize(op, control, scalars, steps, window, partials, micro_partials, table, hyper, active, rule, extra);
   const int64_t n_slots = table.size(0);
   const SlotTable slot_table(op, table, -1, partials.numel());
   const uint8_t* const mask = static_cast<const uint8_t*>(active.const_data_ptr());
@@ -60,24 +59,28 @@ void finalize_cpu(Tensor control, Tensor scalars, Tensor steps, Tensor partials,
              "; accepted: 0 to ", hyper.size(0) - 1);
   }
   double sum_sq = active_sum(static_cast<const double*>(partials.const_data_ptr()), slot_table, mask);
-  if (extra_sum_sq.has_value()) sum_sq += *static_cast<const double*>(extra_sum_sq->const_data_ptr());
+  const bool has_micro = micro_partials.has_value();
+  double micro_sum_sq = has_micro ? active_sum(optional_doubles(micro_partials), slot_table, mask) : 0.0;
+  if (extra.has_value()) {
+    sum_sq += optional_doubles(extra)[0];
+    micro_sum_sq += optional_doubles(extra)[1];
+  }
 
-  double* const block = static_cast<double*>(control.mutable_data_ptr());
-  block[kSumSq] = sum_sq;
-  block[kNorm] = std::sqrt(sum_sq) * divisor_correction;
-  block[kFoundInf] = sum_sq - sum_sq == 0.0 ? 0.0 : 1.0;
-  block[kClipCoef] = clip_coefficient(block[kNorm], max_norm);
-  block[kGradMultiplier] = block[kClipCoef] * divisor_correction;
-  if (!advance || block[kFoundInf] != 0.0) return;
+  double* const window_data = static_cast<double*>(window.mutable_data_ptr());
+  const Boundary b = boundary(window_data, sum_sq, micro_sum_sq, numerator, weight, weight_sq, max_norm);
+  write_control(static_cast<double*>(control.mutable_data_ptr()), b, sum_sq, micro_sum_sq);
+  if (!advance) return;
+  advance_window(window_data, b, weight, weight_sq, has_micro);
+  if (b.skipped != 0.0) return;
 
   float* const counts = static_cast<float*>(steps.mutable_data_ptr());
   if (rule == kAdam) {
     write_scalars<AdamHyper, AdamScalars>(
-        slot_table, mask, hyper, counts, scalars, block[kGradMultiplier],
+        slot_table, mask, hyper, counts, scalars, b.grad_multiplier,
         [](const AdamHyper& h, double multiplier, double step) { return adam_scalars(h, multiplier, step); });
-  } else {
+  } else if (rule == kSgd) {
     write_scalars<SgdHyper, SgdScalars>(
-        slot_table, mask, hyper, counts, scalars, block[kGradMultiplier],
+        slot_table, mask, hyper, counts, scalars, b.grad_multiplier,
         [](const SgdHyper& h, double multiplier, double step) { return sgd_scalars(h, multiplier, step); });
   }
 }

@@ -23,11 +23,18 @@ struct SgdChunk {
   const float* acc;
 };
 
-// 27 loops an instruction set: 6 to accumulate, 1 to measure, 10 for each rule.
+// What an add does beside adding. A first add keeps its micro-batch's sum of squares for nothing: it is the chunk's
+// own. Streaming: past the caches, for buffers that they could not hold until the next add; acc must be aligned to
+// kStreamAlignment bytes.
+enum Add { kAddLater = 0, kAddFirst, kAddFirstStreaming, kAddLaterWithMicro, kAdds };
+constexpr uintptr_t kStreamAlignment = 64;
+
+// 33 loops an instruction set: 12 to accumulate, 1 to measure, 10 for each rule.
 struct Kernels {
   const char* isa;
-  // (acc, grad, n, scale) -> sum of squares of the resulting acc
-  double (*accumulate[kDtypes][2])(float*, const void*, int64_t, float);  // [grad dtype][first add]
+  // (acc, grad, n, scale, micro) -> sum of squares of the resulting acc. `micro`: where kAddLaterWithMicro stores that
+  // of what was added; not looked at by the others.
+  double (*accumulate[kDtypes][kAdds])(float*, const void*, int64_t, float, double*);  // [grad dtype][add]
   double (*sum_sq)(const float*, int64_t);
   void (*adam[kParamKinds][2])(const AdamChunk&, int64_t, const AdamScalars&);  // [param kind][amsgrad]
   void (*sgd[kParamKinds][2])(const SgdChunk&, int64_t, const SgdScalars&);     // [param kind][momentum]

@@ -10,12 +10,14 @@ namespace fusedaccum {
 
 using torch::stable::Tensor;
 
-void accumulate_cpu(Tensor acc, Tensor partials, Tensor table, std::vector<Tensor> grads, std::vector<int64_t> slots,
-                    std::vector<int64_t> first, double scale);
+void accumulate_cpu(Tensor acc, Tensor partials, std::optional<Tensor> micro_partials, Tensor table,
+                    std::vector<Tensor> grads, std::vector<int64_t> slots, std::vector<int64_t> first, double scale,
+                    std::optional<Tensor> factor);
 void measure_cpu(Tensor partials, Tensor acc, Tensor table, std::vector<int64_t> slots, std::vector<int64_t> n_elems);
-void finalize_cpu(Tensor control, Tensor scalars, Tensor steps, Tensor partials, Tensor table, Tensor hyper,
-                  Tensor active, int64_t rule, double divisor_correction, double max_norm,
-                  std::optional<Tensor> extra_sum_sq, bool advance);
+void finalize_cpu(Tensor control, Tensor scalars, Tensor steps, Tensor window, Tensor partials,
+                  std::optional<Tensor> micro_partials, Tensor table, Tensor hyper, Tensor active, int64_t rule,
+                  double numerator, double weight, double weight_sq, double max_norm, std::optional<Tensor> extra,
+                  bool advance);
 void adam_step_cpu(std::vector<Tensor> params, Tensor exp_avg, Tensor exp_avg_sq, std::optional<Tensor> max_exp_avg_sq,
                    std::optional<Tensor> master, Tensor acc, Tensor table, Tensor scalars, Tensor control,
                    std::vector<int64_t> slots);

@@ -51,7 +51,7 @@ std::vector<StepTask> step_tasks(const char* op, const std::vector<Tensor>& para
   return tasks;
 }
 
-bool found_inf(const Tensor& control) { return static_cast<const double*>(control.const_data_ptr())[kFoundInf] != 0.0; }
+bool is_skipped(const Tensor& control) { return static_cast<const double*>(control.const_data_ptr())[kSkipped] != 0.0; }
 
 }  // namespace
 
@@ -67,7 +67,7 @@ void adam_step_cpu(std::vector<Tensor> params, Tensor exp_avg, Tensor exp_avg_sq
   std::vector<int64_t> n_elems;
   const std::vector<StepTask> tasks =
       step_tasks(op, params, slots, slot_table, scalars, control, master, "max_exp_avg_sq", max_exp_avg_sq, n_elems);
-  if (found_inf(control)) return;
+  if (is_skipped(control)) return;
   const float* const acc_data = static_cast<const float*>(acc.const_data_ptr());
   float* const exp_avg_data = static_cast<float*>(exp_avg.mutable_data_ptr());
   float* const exp_avg_sq_data = static_cast<float*>(exp_avg_sq.mutable_data_ptr());
@@ -93,7 +93,7 @@ void sgd_step_cpu(std::vector<Tensor> params, std::optional<Tensor> momentum_buf
   std::vector<int64_t> n_elems;
   const std::vector<StepTask> tasks =
       step_tasks(op, params, slots, slot_table, scalars, control, master, "momentum_buffer", momentum_buffer, n_elems);
-  if (found_inf(control)) return;
+  if (is_skipped(control)) return;
   const float* const acc_data = static_cast<const float*>(acc.const_data_ptr());
   const SgdScalars* const rows = static_cast<const SgdScalars*>(scalars.const_data_ptr());
   for_each_chunk(n_elems, [&](size_t i, int64_t begin, int64_t n) {

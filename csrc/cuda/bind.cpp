@@ -65,14 +65,23 @@ PlannedTensor planned(const char* op, const char* list, size_t i, const Tensor& 
   return {tensor.const_data_ptr(), tensor.numel(), slot, dtype, first};
 }
 
-AccumulateArgs accumulate_args(const char* op, const Tensor& acc, const Tensor& partials, const Tensor& table,
-                               double scale) {
+AccumulateArgs accumulate_args(const char* op, const Tensor& acc, const Tensor& partials,
+                               const std::optional<Tensor>& micro_partials, const Tensor& table, double scale,
+                               const std::optional<Tensor>& factor) {
   check_flat({op, "acc"}, acc, ScalarType::Float, 0);
   check_flat({op, "partials"}, partials, ScalarType::Double, 0);
+  check_accumulate(op, partials, micro_partials, factor);
   check_device({op, "partials"}, partials, acc);
+  check_device({op, "micro_partials"}, micro_partials, acc);
+  check_device({op, "factor"}, factor, acc);
   check_table(op, table, acc);
-  return {static_cast<float*>(acc.mutable_data_ptr()), static_cast<double*>(partials.mutable_data_ptr()),
-          static_cast<const Slot*>(table.const_data_ptr()), static_cast<float>(scale), 0};
+  return {static_cast<float*>(acc.mutable_data_ptr()),
+          static_cast<double*>(partials.mutable_data_ptr()),
+          optional_mutable_doubles(micro_partials),
+          static_cast<const Slot*>(table.const_data_ptr()),
+          optional_doubles(factor),
+          scale,
+          0};
 }
 
 template <typename Args, typename LaunchOne>
@@ -85,10 +94,11 @@ void launch_all(const char* op, const Tensor& acc, const Args& args, const std::
 
 }  // namespace
 
-void accumulate_cuda(Tensor acc, Tensor partials, Tensor table, std::vector<Tensor> grads, std::vector<int64_t> slots,
-                     std::vector<int64_t> first, double scale) {
+void accumulate_cuda(Tensor acc, Tensor partials, std::optional<Tensor> micro_partials, Tensor table,
+                     std::vector<Tensor> grads, std::vector<int64_t> slots, std::vector<int64_t> first, double scale,
+                     std::optional<Tensor> factor) {
   const char* op = "accumulate_";
-  const AccumulateArgs args = accumulate_args(op, acc, partials, table, scale);
+  const AccumulateArgs args = accumulate_args(op, acc, partials, micro_partials, table, scale, factor);
   check_same_length(op, "grads", grads.size(), "slots", slots.size());
   check_same_length(op, "grads", grads.size(), "first", first.size());
   std::vector<PlannedTensor> tensors;
@@ -102,7 +112,7 @@ void accumulate_cuda(Tensor acc, Tensor partials, Tensor table, std::vector<Tens
 
 void measure_cuda(Tensor partials, Tensor acc, Tensor table, std::vector<int64_t> slots, std::vector<int64_t> n_elems) {
   const char* op = "measure_";
-  const AccumulateArgs args = accumulate_args(op, acc, partials, table, 1.0);
+  const AccumulateArgs args = accumulate_args(op, acc, partials, std::nullopt, table, 1.0, std::nullopt);
   check_same_length(op, "slots", slots.size(), "n_elems", n_elems.size());
   std::vector<PlannedTensor> tensors;
   OnceEach once(op, table.size(0));
@@ -115,33 +125,41 @@ void measure_cuda(Tensor partials, Tensor acc, Tensor table, std::vector<int64_t
   launch_all(op, acc, args, tensors, launch_accumulate);
 }
 
-void finalize_cuda(Tensor control, Tensor scalars, Tensor steps, Tensor partials, Tensor table, Tensor hyper,
-                   Tensor active, int64_t rule, double divisor_correction, double max_norm,
-                   std::optional<Tensor> extra_sum_sq, bool advance) {
+void finalize_cuda(Tensor control, Tensor scalars, Tensor steps, Tensor window, Tensor partials,
+                   std::optional<Tensor> micro_partials, Tensor table, Tensor hyper, Tensor active, int64_t rule,
+                   double numerator, double weight, double weight_sq, double max_norm, std::optional<Tensor> extra,
+                   bool advance) {
   const char* op = "finalize_";
-  check_finalize(op, control, scalars, steps, partials, table, hyper, active, rule, extra_sum_sq);
+  check_finalize(op, control, scalars, steps, window, partials, micro_partials, table, hyper, active, rule, extra);
   check_device({op, "scalars"}, scalars, control);
   check_device({op, "steps"}, steps, control);
+  check_device({op, "window"}, window, control);
   check_device({op, "partials"}, partials, control);
+  check_device({op, "micro_partials"}, micro_partials, control);
   check_device({op, "table"}, table, control);
   check_device({op, "hyper"}, hyper, control);
   check_device({op, "active"}, active, control);
-  check_device({op, "extra_sum_sq"}, extra_sum_sq, control);
+  check_device({op, "extra"}, extra, control);
   FinalizeArgs args;
   args.control = static_cast<double*>(control.mutable_data_ptr());
   args.scalars = scalars.mutable_data_ptr();
   args.steps = static_cast<float*>(steps.mutable_data_ptr());
+  args.window = static_cast<double*>(window.mutable_data_ptr());
   args.partials = static_cast<const double*>(partials.const_data_ptr());
+  args.micro_partials = optional_doubles(micro_partials);
   args.table = static_cast<const Slot*>(table.const_data_ptr());
   args.hyper = hyper.const_data_ptr();
   args.active = static_cast<const uint8_t*>(active.const_data_ptr());
-  args.extra_sum_sq = extra_sum_sq.has_value() ? static_cast<const double*>(extra_sum_sq->const_data_ptr()) : nullptr;
+  args.extra = optional_doubles(extra);
   args.n_slots = table.size(0);
   args.n_groups = hyper.size(0);
-  args.divisor_correction = divisor_correction;
+  args.numerator = numerator;
+  args.weight = weight;
+  args.weight_sq = weight_sq;
   args.max_norm = max_norm;
   args.rule = rule;
   args.advance = advance;
+  args.has_micro = micro_partials.has_value();
   const torch::stable::accelerator::DeviceGuard guard(control.get_device_index());
   check_launch(op, launch_finalize(args, current_stream(op, control)));
 }

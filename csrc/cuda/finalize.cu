@@ -1,4 +1,4 @@
-// finalize_: from the partials to the control block and the scalars of every slot, in one block of threads.
+// finalize_: from the partials to the control block, the window and the scalars of every slot, in one block of threads.
 #include "../math.h"
 #include "kernels.h"
 
@@ -7,15 +7,22 @@ namespace {
 
 constexpr int kFinalizeThreads = static_cast<int>(kLanes);
 
+// Sums over the active chunks: of the accumulator, and of the micro-batches.
+struct Sums {
+  double acc, micro;
+};
+
 // A thread is a lane of the fixed tree over chunks: it adds the chunks congruent to its number, in order. Slots lie in
 // chunk order, so the slot of the next one is found by walking on.
-__device__ __forceinline__ double lane_sum(const FinalizeArgs& args) {
-  double sum = 0.0;
+__device__ __forceinline__ Sums lane_sums(const FinalizeArgs& args) {
+  Sums sums = {};
   int64_t slot = 0;
   for (int64_t chunk = threadIdx.x;; chunk += kLanes) {
     while (slot < args.n_slots && chunk >= args.table[slot].first_chunk + n_chunks(args.table[slot].n_elems)) ++slot;
-    if (slot == args.n_slots) return sum;
-    if (args.active[slot]) sum += args.partials[chunk];
+    if (slot == args.n_slots) return sums;
+    if (!args.active[slot]) continue;
+    sums.acc += args.partials[chunk];
+    if (args.has_micro) sums.micro += args.micro_partials[chunk];
   }
 }
 
@@ -34,33 +41,38 @@ __device__ __forceinline__ void write_scalars(const FinalizeArgs& args, double g
 }
 
 __global__ void __launch_bounds__(kFinalizeThreads) finalize_kernel(const __grid_constant__ FinalizeArgs args) {
-  __shared__ double lanes[kFinalizeThreads];
+  __shared__ Sums lanes[kFinalizeThreads];
+  __shared__ double multiplier;
+  __shared__ bool skipped;
   const int thread = static_cast<int>(threadIdx.x);
-  lanes[thread] = lane_sum(args);
+  lanes[thread] = lane_sums(args);
   __syncthreads();
 #pragma unroll 1
   for (int stride = kFinalizeThreads / 2; stride > 0; stride /= 2) {
-    if (thread < stride) lanes[thread] += lanes[thread + stride];
+    if (thread < stride) {
+      lanes[thread].acc += lanes[thread + stride].acc;
+      lanes[thread].micro += lanes[thread + stride].micro;
+    }
     __syncthreads();
   }
-  // Every thread computes the few values for itself: the same operations on the same sum.
-  double sum_sq = lanes[0];
-  if (args.extra_sum_sq != nullptr) sum_sq += *args.extra_sum_sq;
-  const double norm = sqrt(sum_sq) * args.divisor_correction;
-  const double clip = clip_coefficient(norm, args.max_norm);
-  const double multiplier = clip * args.divisor_correction;
-  const bool finite = sum_sq - sum_sq == 0.0;
-  if (thread == 0) {
-    args.control[kSumSq] = sum_sq;
-    args.control[kNorm] = norm;
-    args.control[kFoundInf] = finite ? 0.0 : 1.0;
-    args.control[kClipCoef] = clip;
-    args.control[kGradMultiplier] = multiplier;
+  if (thread == 0) {  // alone: the others would read a window that has been advanced already
+    Sums sums = lanes[0];
+    if (args.extra != nullptr) {
+      sums.acc += args.extra[0];
+      sums.micro += args.extra[1];
+    }
+    const Boundary b =
+        boundary(args.window, sums.acc, sums.micro, args.numerator, args.weight, args.weight_sq, args.max_norm);
+    write_control(args.control, b, sums.acc, sums.micro);
+    if (args.advance) advance_window(args.window, b, args.weight, args.weight_sq, args.has_micro);
+    multiplier = b.grad_multiplier;
+    skipped = b.skipped != 0.0;
   }
-  if (!args.advance || !finite) return;
+  __syncthreads();
+  if (!args.advance || skipped) return;
   if (args.rule == kAdam) {
     write_scalars<AdamHyper, AdamScalars>(args, multiplier, adam_scalars);
-  } else {
+  } else if (args.rule == kSgd) {
     write_scalars<SgdHyper, SgdScalars>(args, multiplier, sgd_scalars);
   }
 }

@@ -1,7 +1,8 @@
 // The launchers: what bind.cpp calls and the .cu files define.
 //
-// Seven kernels an architecture: accumulate, adam and sgd in two sizes of parameter block, and finalize. Dtypes,
-// masters, AMSGrad, momentum and alignment are branches inside, which all threads of a block take together.
+// Nine kernels an architecture: accumulate without and with statistics, adam and sgd in two sizes of parameter block,
+// and finalize. Dtypes, masters, AMSGrad, momentum and alignment are branches inside, which all threads of a block take
+// together.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,17 +15,22 @@ struct FinalizeArgs {
   double* control;
   void* scalars;
   float* steps;
+  double* window;
   const double* partials;
+  const double* micro_partials;
   const Slot* table;
   const void* hyper;
   const uint8_t* active;
-  const double* extra_sum_sq;  // may be null
+  const double* extra;  // may be null
   int64_t n_slots;
   int64_t n_groups;
-  double divisor_correction;
+  double numerator;
+  double weight;
+  double weight_sq;
   double max_norm;
   int64_t rule;
   int64_t advance;
+  int64_t has_micro;  // not told by the pointer: an empty tensor's is null
 };
 
 cudaError_t launch_accumulate(const AccumulateArgs& args, const Launch& launch, cudaStream_t stream);

@@ -33,9 +33,11 @@ constexpr uint32_t kNoGrad = kDtypes;  // measure_: only the sums of squares
 struct AccumulateArgs {
   float* acc;
   double* partials;
+  double* micro_partials;  // may be null
   const Slot* table;
-  float scale;
-  uint32_t n_entries;
+  const double* factor;  // may be null
+  double scale;
+  uint64_t n_entries;
 };
 struct StepArgs {
   float* exp_avg;     // Adam only

@@ -176,7 +176,7 @@ template <int kCapacity>
 __global__ void __launch_bounds__(kThreads, 8) adam_kernel(const __grid_constant__ Block<StepArgs, kCapacity> block) {
   __shared__ AdamScalars c;
   __shared__ StepChunk at;
-  if (block.args.control[kFoundInf] != 0.0) return;
+  if (block.args.control[kSkipped] != 0.0) return;
   start(block, c, at);
   if (at.extra != nullptr && c.amsgrad != 0.0f) {
     step_kind<AdamStep, true>(c, at);
@@ -189,7 +189,7 @@ template <int kCapacity>
 __global__ void __launch_bounds__(kThreads, 8) sgd_kernel(const __grid_constant__ Block<StepArgs, kCapacity> block) {
   __shared__ SgdScalars c;
   __shared__ StepChunk at;
-  if (block.args.control[kFoundInf] != 0.0) return;
+  if (block.args.control[kSkipped] != 0.0) return;
   start(block, c, at);
   if (at.extra != nullptr && c.momentum != 0.0f) {
     step_kind<SgdStep, true>(c, at);
