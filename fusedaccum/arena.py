@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import layout
 from .backends import Backend
-from .rules import Rule
+from .rules import HyperRow, Rule
 from .slot import Slot
 
 
@@ -25,9 +25,10 @@ class Arena:
         device: where the parameters and all buffers live.
         backend: whose ops run on them.
         rule: the fused update rule; None where the wrapped optimizer's own step updates the masters.
+        statistics: whether to keep the micro-batches' own sums of squares.
     """
 
-    def __init__(self, device: torch.device, backend: Backend, rule: Rule | None) -> None:
+    def __init__(self, device: torch.device, backend: Backend, rule: Rule | None, statistics: bool) -> None:
         self.device = device
         self.backend = backend
         self.rule = rule
@@ -35,6 +36,8 @@ class Arena:
         self.slots: list[Slot | None] = []  # None: its parameter has left
         self.acc = self._zeros(0)
         self.partials = self._zeros(0, torch.float64)
+        self.micro_partials = self._zeros(0, torch.float64) if statistics else None
+        self.window = self._zeros(layout.WINDOW_SIZE, torch.float64)
         self.control = self._zeros(layout.CONTROL_SIZE, torch.float64)
         self.scalars = self._zeros(0).view(0, layout.SCALAR_COLUMNS)
         self.steps = self._zeros(0)
@@ -43,7 +46,7 @@ class Arena:
         self.states: dict[str, Tensor] = {}  # name -> flat fp32 buffer laid out as acc
         self.master = self._zeros(0)
         self.extra = self._zeros(0)
-        self._hyper_rows: list[tuple[float, ...]] = []
+        self._hyper_rows: list[HyperRow] = []
         self._active: list[int] | None = None
         self._active_mask = self._zeros(0, torch.uint8)
         self._version = self.acc._version
@@ -62,6 +65,8 @@ class Arena:
             self.slots.append(slot)
         self.acc = self._grown(self.acc, self.layout.n_elems)
         self.partials = self._grown(self.partials, self.layout.n_chunks)
+        if self.micro_partials is not None:
+            self.micro_partials = self._grown(self.micro_partials, self.layout.n_chunks)
         self.steps = self._grown(self.steps, len(self.slots))
         self.scalars = self._grown(self.scalars.view(-1), len(self.slots) * layout.SCALAR_COLUMNS).view(
             -1, layout.SCALAR_COLUMNS
@@ -108,15 +113,30 @@ class Arena:
 
     # Accumulate -------------------------------------------------------------------------------------------------
 
-    def accumulate(self, slots: Sequence[Slot], grads: Sequence[Tensor], first: Sequence[bool], scale: float) -> None:
-        """Adds ``scale`` times each gradient, dense and in its slot's memory order.
+    def accumulate(
+        self,
+        slots: Sequence[Slot],
+        grads: Sequence[Tensor],
+        first: Sequence[bool],
+        scale: float,
+        factor: Tensor | None,
+    ) -> None:
+        """Adds ``scale * factor`` times each gradient, dense and in its slot's memory order.
 
         Where ``first`` is set the parameter had no ``.grad``: the gradient is stored, not added, and ``.grad`` becomes
         the accumulator.
         """
         touched = self.written_by_others()
         self.backend.accumulate_(
-            self.acc, self.partials, self.table, grads, [slot.index for slot in slots], first, scale
+            self.acc,
+            self.partials,
+            self.micro_partials,
+            self.table,
+            grads,
+            [slot.index for slot in slots],
+            first,
+            scale,
+            factor,
         )
         self._wrote(touched)
         if True in first:
@@ -135,9 +155,10 @@ class Arena:
             self.measure(slots)
             self._version = self.acc._version
 
-    def scale(self, slots: Sequence[Slot], factor: float) -> None:
+    def scale(self, slots: Sequence[Slot], factor: float | Tensor) -> None:
         """Multiplies the accumulators of ``slots``, in place."""
-        torch._foreach_mul_([slot.view for slot in slots if slot.view is not None], factor)
+        views = [slot.view for slot in slots if slot.view is not None]
+        torch._foreach_mul_(views, factor)  # type: ignore[arg-type]
         self._version = self.acc._version
         self.measure(slots)
 
@@ -158,18 +179,47 @@ class Arena:
         assert slot.view is not None
         slot.view.copy_(value)
         self.measure([slot])
+        if self.micro_partials is not None:
+            chunks = self._chunks_of(slot)
+            self.micro_partials[chunks] = self.partials[chunks]
         self._wrote(touched)
 
-    def add_sparse(self, slot: Slot, grad: Tensor, scale: float) -> None:
+    def add_sparse(self, slot: Slot, grad: Tensor, scale: float, factor: Tensor | None) -> None:
         """Adds a sparse COO gradient: its values are summed in fp32, over repeated indices too."""
         touched = self.written_by_others()
         assert slot.view is not None
-        if slot.param.grad is None:
+        is_first = slot.param.grad is None
+        if is_first:
             slot.view.zero_()
             slot.param.grad = slot.view
-        slot.view.add_(grad.to(torch.float32).coalesce(), alpha=scale)
+        summed = grad.to(torch.float32).coalesce()
+        if factor is not None:
+            effective = (factor * scale).to(torch.float32)
+            # As the op does: a scale of 0 adds nothing, not even 0 * NaN.
+            values = torch.where(effective != 0, summed.values() * effective, 0.0)
+        else:
+            values = summed.values() * scale if scale != 0 else torch.zeros_like(summed.values())
+        # The indices are a coalesced tensor's own. torch asks to say whether they are to be checked.
+        scaled = torch.sparse_coo_tensor(
+            summed.indices(), values, summed.shape, is_coalesced=True, check_invariants=False
+        )
+        slot.view.add_(scaled)
         self.measure([slot])
+        if self.micro_partials is not None and slot.n_elems:
+            chunks = self._chunks_of(slot)
+            if is_first:
+                self.micro_partials[chunks] = 0.0
+            self.micro_partials[chunks.start] += values.double().square().sum()
         self._wrote(touched)
+
+    def micro_partials_of(self, slot: Slot) -> Tensor | None:
+        """The slot's part of the micro-batches' own sums of squares; None without statistics."""
+        return None if self.micro_partials is None else self.micro_partials[self._chunks_of(slot)]
+
+    def _chunks_of(self, slot: Slot) -> slice:
+        assert slot.placement is not None
+        first = slot.placement.first_chunk
+        return slice(first, first + layout.n_chunks(slot.n_elems))
 
     # Boundary ---------------------------------------------------------------------------------------------------
 
@@ -228,30 +278,48 @@ class Arena:
     def finalize(
         self,
         active: list[int],
-        hyper_rows: list[tuple[float, ...]],
-        divisor_correction: float,
+        hyper_rows: Sequence[HyperRow],
+        totals: tuple[float, float, float],
         max_norm: float | None,
-        extra_sum_sq: Tensor | None,
+        extra: Tensor | None,
         advance: bool,
     ) -> None:
-        """Fills the control block, and with ``advance`` the scalars and step counts, for the active slots."""
-        if hyper_rows != self._hyper_rows:
-            self.hyper = torch.tensor(hyper_rows, dtype=torch.float64).view(-1, layout.HYPER_COLUMNS).to(self.device)
-            self._hyper_rows = hyper_rows
+        """Fills the control block, and with ``advance`` the window, and the scalars and step counts of active slots.
+
+        Args:
+            totals: numerator, weight and weight_sq, as ``Window.totals`` has them.
+            extra: (2,) float64, the two sums of squares of other devices.
+        """
+        self._upload(hyper_rows)
         self.backend.finalize_(
             self.control,
             self.scalars,
             self.steps,
+            self.window,
             self.partials,
+            self.micro_partials,
             self.table,
             self.hyper,
             self._mask(active),
-            self.rule.id if self.rule is not None else layout.RULE_SGD,
-            divisor_correction,
+            self.rule.id if self.rule is not None else layout.RULE_NONE,
+            *totals,
             math.inf if max_norm is None else max_norm,
-            extra_sum_sq,
-            advance and self.rule is not None,
+            extra,
+            advance,
         )
+
+    def _upload(self, rows: Sequence[HyperRow]) -> None:
+        """The settings of all groups, uploaded when a number has changed. Those that are tensors (a learning rate on
+        the device) are copied there each time, so that nobody waits for their values and a CUDA graph reads new ones.
+        """
+        tensors = [(g, i, v) for g, row in enumerate(rows) for i, v in enumerate(row) if isinstance(v, Tensor)]
+        if tensors:
+            rows = [tuple(0.0 if isinstance(value, Tensor) else value for value in row) for row in rows]
+        if rows != self._hyper_rows:
+            self.hyper = torch.tensor(rows, dtype=torch.float64).view(-1, layout.HYPER_COLUMNS).to(self.device)
+            self._hyper_rows = list(rows)
+        for g, i, value in tensors:
+            self.hyper[g, i].copy_(value.detach().reshape(()), non_blocking=True)
 
     def _mask(self, active: list[int]) -> Tensor:
         """(n_slots,) uint8, uploaded only when the set of active slots is another than last time."""
@@ -262,12 +330,21 @@ class Arena:
             self._active = active
         return self._active_mask
 
-    def sum_sq(self, active: list[int], hyper_rows: list[tuple[float, ...]]) -> Tensor:
-        """(1,) float64: the sum of squares over the active slots' partials, for a norm over several devices."""
-        self.finalize(active, hyper_rows, 1.0, None, None, advance=False)
-        return self.control[layout.SUM_SQ : layout.SUM_SQ + 1].clone()
+    def sums_of_squares(self, active: list[int], hyper_rows: Sequence[HyperRow]) -> Tensor:
+        """(2,) float64: the sums over the active slots' partials of both kinds, for norms over several devices."""
+        self.finalize(active, hyper_rows, (1.0, 1.0, 1.0), None, None, advance=False)
+        return torch.stack([self.control[layout.SUM_SQ], self.control[layout.MICRO_SUM_SQ]])
+
+    def add_weight(self, weight: Tensor) -> None:
+        """Counts a weight that only a device knows, (1,) float64, in the open window."""
+        here = weight.to(self.device, non_blocking=True)
+        self.window[layout.WEIGHT : layout.WEIGHT_SQ + 1] += torch.cat([here, here * here])
+
+    def drop_weights(self) -> None:
+        """Forgets the weights of the open window."""
+        self.window[layout.WEIGHT : layout.WEIGHT_SQ + 1] = 0.0
 
     def step(self, params: Sequence[Tensor], active: list[int]) -> None:
-        """Updates the active slots' parameters, masters and states by the rule, unless found_inf is set."""
+        """Updates the active slots' parameters, masters and states by the rule, unless the step is skipped."""
         assert self.rule is not None
         self.rule.step(self, params, active)

@@ -30,18 +30,31 @@ class Boundary:
         self._masters = masters
         self._delegate = Delegate(optimizer) if rule is None else None
 
-    def run(self, divisor_correction: float, max_norm: float | None) -> None:
+    def run(
+        self,
+        totals: tuple[float, float, float],
+        max_norm: float | None,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
         """One boundary over everything that holds a gradient; nothing where nothing does.
 
         Args:
-            divisor_correction: factor from the accumulator to the true gradient.
+            totals: what the accumulator is divided by, as ``Window.totals`` has it.
             max_norm: of all gradients together; None for no clip.
+            grad_scale: one element; what the gradients are yet to be divided by.
+            found_inf: one element; non-zero where somebody else has seen an inf.
         """
         active = self._active_slots()
         if not active:
+            for arena in self._registry.arenas.values():
+                arena.drop_weights()
             return
         self._ensure_state(active)
-        self._finalize(active, divisor_correction, max_norm, advance=True)
+        if grad_scale is not None:
+            for arena, slots in active.items():
+                arena.scale(slots, grad_scale.to(arena.device, torch.float64).reciprocal().view(()))
+        self._finalize(active, totals, max_norm, True, found_inf)
         if self._delegate is not None:
             self._delegate.run(active)
             return
@@ -58,19 +71,26 @@ class Boundary:
         for post_hook in self._optimizer._optimizer_step_post_hooks.values():
             post_hook(self._optimizer, (), {})
 
-    def norm(self) -> Tensor:
-        """0-dim float32: the norm of the gradients as they are now."""
+    def norm(self, totals: tuple[float, float, float]) -> Tensor:
+        """0-dim float32: the norm of the gradients as they are now, the accumulator divided by ``totals``."""
         active = self._active_slots()
         if not active:
             return torch.zeros(())
-        self._finalize(active, 1.0, None, advance=False)
+        self._finalize(active, totals, None, advance=False)
         return self.control_value(layout.NORM)
 
     def control_value(self, entry: int) -> Tensor:
         """A copy of one entry of the control block, as 0-dim float32."""
-        for arena in self._registry.arenas.values():
-            return arena.control[entry].to(torch.float32)
-        return torch.zeros(())
+        return self._registry.any_arena().control[entry].to(torch.float32)
+
+    def was_written(self) -> bool:
+        """Whether somebody else has written to an accumulator since the last op."""
+        return any(arena.written_by_others() for arena in self._registry.arenas.values())
+
+    def nonfinite_names(self) -> list[str]:
+        """The parameters whose accumulated gradient holds an inf or NaN. Waits for the device."""
+        slots = [slot for slots in self._active_slots().values() for slot in slots]
+        return [slot.name for slot in slots if slot.view is not None and not bool(torch.isfinite(slot.view).all())]
 
     # What takes part ----------------------------------------------------------------------------------------------
 
@@ -97,19 +117,31 @@ class Boundary:
         return active
 
     def _finalize(
-        self, active: dict[Arena, list[Slot]], divisor_correction: float, max_norm: float | None, advance: bool
+        self,
+        active: dict[Arena, list[Slot]],
+        totals: tuple[float, float, float],
+        max_norm: float | None,
+        advance: bool,
+        found_inf: Tensor | None = None,
     ) -> None:
         groups = self._optimizer.param_groups
         no_rule = (0.0,) * layout.HYPER_COLUMNS
         rows = [self._rule.hyper_row(group) if self._rule is not None else no_rule for group in groups]
-        indices = {arena: [slot.index for slot in slots] for arena, slots in active.items()}
+        # Those without a gradient too: their loss scale and counts move with the rest.
+        arenas = list(self._registry.arenas.values())
+        indices = {arena: [slot.index for slot in active.get(arena, ())] for arena in arenas}
         sums: dict[Arena, Tensor] = {}
-        if len(active) > 1:
-            sums = {arena: arena.sum_sq(index, rows) for arena, index in indices.items()}
+        if len(arenas) > 1:
+            sums = {arena: arena.sums_of_squares(index, rows) for arena, index in indices.items()}
         for arena, index in indices.items():
             others = [value.to(arena.device) for other, value in sums.items() if other is not arena]
             extra = torch.stack(others).sum(0) if others else None
-            arena.finalize(index, rows, divisor_correction, max_norm, extra, advance)
+            if found_inf is not None:
+                # An infinite sum of squares somewhere else: as if another device had found it.
+                seen = torch.where(found_inf.to(arena.device).view(1) != 0, torch.inf, 0.0).double()
+                seen = torch.cat([seen, torch.zeros_like(seen)])
+                extra = seen if extra is None else extra + seen
+            arena.finalize(index, rows, totals, max_norm, extra, advance)
 
     # State --------------------------------------------------------------------------------------------------------
 

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .scaling import active_factor
 from .slot import Slot
 
-Sink = Callable[[list[Slot], list[Tensor], list[bool], set[Slot]], None]
+Sink = Callable[[list[Slot], list[Tensor], list[bool], set[Slot], Tensor | None, Tensor | None], None]
+Judge = Callable[[list[Tensor]], Tensor]
 _Grads = tuple[Tensor | None, ...]
 
 _UNDEFINED: _Grads = (None,)
@@ -75,12 +77,14 @@ class _Bucket:
     and no garbage collector sees through the C++ side.
     """
 
-    __slots__ = ("_capture", "grads", "n_bytes", "odd", "task")
+    __slots__ = ("_capture", "factor", "grads", "n_bytes", "odd", "task")
 
     def __init__(self, capture: Capture) -> None:
         self._capture = weakref.ref(capture)
         self.task = -1
         """The graph task (backward call) of the last gradient."""
+        self.factor: Tensor | None = None
+        """What a scaler says that the gradients must be multiplied by."""
         self.clear()
 
     def clear(self) -> None:
@@ -95,12 +99,17 @@ class _Bucket:
         capture = self._capture()
         if capture is None:
             return False
+        factor = active_factor(task)
+        if factor is not self.factor:
+            if self.grads:
+                capture.flush()
+            self.factor = factor
         self.task = task
         capture.enter(task)
         return True
 
-    def flush(self) -> None:
-        """Hands over what waits."""
+    def flush(self, verdict: Tensor | None = None) -> None:
+        """Hands over what waits. ``verdict``: what a capture that judges has found of it."""
         capture = self._capture()
         if capture is not None and self.grads:
             # Emptied first: should the sink fail, the error must not repeat at every later flush.
@@ -112,7 +121,7 @@ class _Bucket:
             if list(map(id, current)) != [id(slot.view) for slot in slots]:
                 odd.update(s for s, grad in zip(slots, current, strict=True) if grad is not None and grad is not s.view)
             with torch.no_grad():
-                capture.sink(slots, list(grads.values()), [grad is None for grad in current], odd)
+                capture.sink(slots, list(grads.values()), [grad is None for grad in current], odd, self.factor, verdict)
 
 
 class _EndOfBackward:
@@ -127,12 +136,12 @@ class _EndOfBackward:
         capture = self._capture()
         if capture is not None:
             capture.leave(self._task)
-            capture.flush()
+            capture.end_backward()
 
     def __del__(self) -> None:
         capture = self._capture()
         if capture is not None and capture.leave(self._task):
-            capture.flush()
+            capture.end_backward()
 
 
 class Capture:
@@ -142,16 +151,24 @@ class Capture:
         sink: called with the arguments of ``Registry.accumulate``, outside of grad mode.
         bucket_bytes: gradient bytes that may wait, counted in the parameters' dtypes.
         through_node: intercept before the node (the default where torch allows it) or behind it.
+        judge: given, all gradients of a micro-batch wait until it is over, whatever their size, and are then handed
+            over together with what ``judge`` returns of them.
     """
 
-    def __init__(self, sink: Sink, bucket_bytes: int, through_node: bool | None = None) -> None:
+    def __init__(
+        self, sink: Sink, bucket_bytes: int, through_node: bool | None = None, judge: Judge | None = None
+    ) -> None:
         self.sink = sink
+        self.judge = judge
+        self.in_micro_batch = False
+        """The end of a backward is not the end of the micro-batch."""
         self._bucket_bytes = bucket_bytes
         self.through_node = node_skips_undefined() if through_node is None else through_node
         self._buckets: dict[torch.device, _Bucket] = {}
         self._attached: dict[Slot, list[Any]] = {}  # slot -> its node (kept alive) and the handles to remove
         self._own_grads: dict[Slot, Tensor] = {}  # behind the node: .grad while the node must not see it
         self._tasks: set[int] = set()  # those whose end will call us
+        self._n_backwards = 0
 
     def attach(self, slot: Slot) -> None:
         """Starts taking the slot's gradients. A frozen parameter's too, should it be unfrozen later.
@@ -172,7 +189,7 @@ class Capture:
         bucket = self._buckets.get(slot.device)
         if bucket is None:
             bucket = self._buckets[slot.device] = _Bucket(self)
-        take = self._taker(slot, bucket)
+        take = self._taker(slot, bucket) if self.judge is None else self._holder(slot, bucket)
         if self.through_node:
             hooks = [node, node.register_prehook(take)]
         else:
@@ -220,12 +237,31 @@ class Capture:
 
     def flush(self) -> None:
         """Hands over everything that waits."""
+        verdict = None
+        if self.judge is not None:
+            held = [grad for bucket in self._buckets.values() for grad in bucket.grads.values()]
+            if not held:
+                return
+            with torch.no_grad():
+                verdict = self.judge(held)
         for bucket in self._buckets.values():
-            bucket.flush()
+            bucket.flush(verdict)
+
+    def end_backward(self) -> None:
+        """A backward is over: hands over what waits, unless more of its micro-batch may come."""
+        if self.judge is None or not (self._tasks or self.in_micro_batch):
+            self.flush()
+
+    def take_backwards(self) -> int:
+        """Backward calls that brought gradients since the last time."""
+        n, self._n_backwards = self._n_backwards, 0
+        return n
 
     def enter(self, task: int) -> None:
         """Asks the engine to call when the backward ``task`` ends."""
         if task not in self._tasks:
+            if not self._tasks:  # else inside of another (reentrant checkpointing)
+                self._n_backwards += 1
             self._tasks.add(task)
             engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
             engine.queue_callback(_EndOfBackward(self, task))
@@ -276,6 +312,35 @@ class Capture:
             return _UNDEFINED
 
         return take
+
+    def _holder(self, slot: Slot, bucket: _Bucket) -> Callable[[_Grads], _Grads | None]:
+        """``_taker`` for a capture that judges: nothing is handed over before the micro-batch ends."""
+        n_own_hooks = 0 if self.through_node else 1
+        n_references = _references_in_a_hook() if self.through_node else sys.maxsize
+
+        def hold(grads: _Grads) -> _Grads | None:
+            grad = grads[0]
+            if grad is None:
+                return None
+            task = torch._C._current_graph_task_id()
+            if task != bucket.task and not bucket.enter(task):
+                return None
+            hooks = slot.param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            if hooks is not None and len(hooks) > n_own_hooks:
+                raise RuntimeError(
+                    f"{slot.name} has a post-accumulate-grad hook, which is to see the sum of the gradients; accepted: "
+                    "none with nonfinite='skip_micro_batch', where nothing is added before the micro-batch ends"
+                )
+            earlier = bucket.grads.get(slot)
+            if earlier is not None:
+                grad = earlier.detach().float() + grad.detach().float()
+            elif sys.getrefcount(grad) > n_references:
+                grad = grad.detach().clone()  # somebody keeps it, and may write to it before the micro-batch ends
+            bucket.grads[slot] = grad
+            bucket.odd.add(slot)
+            return _UNDEFINED
+
+        return hold
 
     # Behind the node: what its prehook takes off .grad, its post hook puts back. torch runs the two in one piece.
 

@@ -23,9 +23,9 @@ class Delegate:
         self._optimizer = optimizer
 
     def run(self, active: dict[Arena, list[Slot]]) -> None:
-        """One update of the active slots, unless found_inf is set. Waits for the device to know."""
+        """One update of the active slots, unless it is skipped. Waits for the device to know."""
         control = next(iter(active)).control.tolist()
-        if control[layout.FOUND_INF]:
+        if control[layout.SKIPPED]:
             return
         multiplier = control[layout.GRAD_MULTIPLIER]
         stand_ins = {}

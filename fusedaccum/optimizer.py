@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import checkpoint, layout, validate
+from . import checkpoint, layout, resume, stats, validate
 from .arena import Arena
 from .backends import choose
 from .boundary import Boundary
 from .capture import Capture
+from .microbatch import MicroBatches
 from .registry import Registry
+from .reports import ReportingOptimizer
 from .rules import check_optimizer, rule_for
-from .slot import Slot
+from .scaling import LossScale, mark
 from .window import Window
 
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 
 
-class FusedAccumOptimizer(torch.optim.Optimizer):
+class FusedAccumOptimizer(ReportingOptimizer):
     """A torch optimizer whose gradients accumulate in fp32 and whose boundary is one fused pass.
 
     Every parameter's ``.grad`` becomes a view into one flat fp32 buffer for each device, whatever the parameter's
@@ -50,8 +52,15 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
             ``torch.nn.utils.clip_grad_norm_`` does.
         master_weights: "auto" or True: float16 and bfloat16 parameters get an fp32 master at the first boundary.
             False: they are updated in fp32 and rounded to nearest each time.
-        backend: "auto", "native" or "reference". One asked for by name never falls back.
+        backend: "auto", "native", "cuda", "triton" or "reference". One asked for by name never falls back.
         bucket_bytes: gradient bytes that wait before they are added in one call.
+        loss_scale: for ``backward`` and ``scale``. A number: fixed. "dynamic" or a ``LossScale``: grows and backs off
+            on the device, as ``torch.amp.GradScaler``'s does.
+        nonfinite: what an inf or NaN in a micro-batch's gradients costs. "skip_window": the window, at no cost.
+            "skip_micro_batch": that micro-batch, whose weight leaves the denominator; its gradients all wait until it
+            is over, and are read once more to be judged. "raise": the boundary waits for the device, raises
+            FloatingPointError naming the parameters, and leaves everything as it was.
+        statistics: keep each micro-batch's own squared norm, for ``stats()``; at no pass more.
 
     Raises:
         TypeError, ValueError: an argument or parameter that is not accepted; nothing has been changed then.
@@ -66,66 +75,56 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
         master_weights: bool | str = "auto",
         backend: str = "auto",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        loss_scale: float | str | LossScale | None = None,
+        nonfinite: str = "skip_window",
+        statistics: bool = True,
     ) -> None:
         validate.check_arguments(optimizer, accumulation_steps, max_grad_norm, master_weights, bucket_bytes)
+        validate.check_nonfinite(nonfinite)
+        scaling = LossScale.of(loss_scale)
         validate.check_process_group()
         check_optimizer(optimizer)
         for device in {param.device for group in optimizer.param_groups for param in group["params"]}:
             choose(device, backend)  # refused here rather than in the first backward
-        self.inner = optimizer
+        super().__init__(optimizer)
         self.max_grad_norm = max_grad_norm
-        self._options = {"backend": backend, "bucket_bytes": bucket_bytes, "master_weights": master_weights}
-        self._window = Window(accumulation_steps)
+        self._options: dict[str, Any] = {
+            "backend": backend,
+            "bucket_bytes": bucket_bytes,
+            "master_weights": master_weights,
+            "loss_scale": scaling,
+            "nonfinite": nonfinite,
+            "statistics": statistics,
+        }
+        judges = nonfinite == "skip_micro_batch"
+        self._window = Window(accumulation_steps, counts_on_device=judges)
         this = weakref.ref(self)
 
-        def sink(slots: list[Slot], grads: list[Tensor], first: list[bool], odd: set[Slot]) -> None:
+        def sink(*what: Any) -> None:
             optimizer = this()
             if optimizer is not None:
-                optimizer._registry.accumulate(slots, grads, first, odd, optimizer._window.scale)
+                optimizer._micro_batches.add(*what)
 
-        self._capture = Capture(sink, bucket_bytes)
+        def judge(grads: list[Tensor]) -> Tensor:
+            optimizer = this()
+            assert optimizer is not None  # it owns the capture that calls
+            return optimizer._micro_batches.judge(grads)
+
+        self._capture = Capture(sink, bucket_bytes, judge=judge if judges else None)
         rule = rule_for(optimizer)
-        self._registry = Registry(
-            optimizer, rule, self._capture, lambda device: Arena(device, choose(device, backend), rule)
-        )
+
+        def new_arena(device: torch.device) -> Arena:
+            arena = Arena(device, choose(device, backend), rule, statistics)
+            arena.window.copy_(stats.new_window(scaling))
+            return arena
+
+        self._registry = Registry(optimizer, rule, self._capture, new_arena)
+        self._micro_batches = MicroBatches(self._window, self._registry, self._capture)
         self._boundary = Boundary(optimizer, rule, self._registry, masters=master_weights is not False)
         self._registry.check_new_groups()
         self._registry.adopt_new_groups(self._window.scale)
-        self._init_as_torch_optimizer()
         # Runs at garbage collection and at interpreter exit, and holds the window only.
         self._at_end = weakref.finalize(self, self._window.warn_if_open)
-
-    def _init_as_torch_optimizer(self) -> None:
-        # What Optimizer.__init__ (torch 2.13) sets, but for state and param_groups, which are the inner ones.
-        self.defaults = self.inner.defaults
-        self._optimizer_step_pre_hooks = OrderedDict()
-        self._optimizer_step_post_hooks = OrderedDict()
-        self._optimizer_state_dict_pre_hooks = OrderedDict()
-        self._optimizer_state_dict_post_hooks = OrderedDict()
-        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
-        self._optimizer_load_state_dict_post_hooks = OrderedDict()
-        self._warned_capturable_if_run_uncaptured = True
-        self._patch_step_function()
-
-    # The wrapped optimizer's own objects ---------------------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's list of groups, the same object."""
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state; fused rules keep fp32 views there, under torch's names."""
-        return self.inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.inner.state = state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters join an open window.
@@ -143,6 +142,47 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
 
     # Accumulate ----------------------------------------------------------------------------------------------------
 
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None, **kwargs: Any) -> None:
+        """``loss.backward()`` of one micro-batch, scaled by ``loss_scale``, whose gradients count ``weight``.
+
+        With weights the step is that of one large batch: sum(w g) / sum(w), where ``loss`` is a mean over w items.
+        Without ``accumulation_steps`` the loss is then not to be divided by the number of micro-batches. Until the
+        boundary ``.grad`` holds sum(w g), over K with ``accumulation_steps``: clip with ``max_grad_norm`` or this
+        class's ``clip_grad_norm_``, which divide first. A window of total weight 0 is no step: see ``skipped``.
+
+        Args:
+            loss: scalar.
+            weight: items of the micro-batch (samples, valid tokens): a number or 0-dim tensor, at least 0. A tensor on
+                a device is never waited for; should it be negative or not finite, its window is skipped. 0 adds
+                nothing, even where the loss is NaN. Default: 1 each with ``accumulation_steps``; else the user's loss
+                is taken as it is.
+            kwargs: of ``Tensor.backward``.
+
+        Raises:
+            TypeError, ValueError: a weight that is not accepted.
+            RuntimeError: a weight after a backward without one, in the same micro-batch.
+        """
+        if weight is None:
+            self.scale(loss).backward(**kwargs)
+            return
+        with self._micro_batches.scope(weight):
+            self.scale(loss).backward(**kwargs)
+
+    def micro_batch(self, weight: float | Tensor = 1) -> AbstractContextManager[None]:
+        """Every backward inside of this context counts ``weight``; see ``backward``."""
+        return self._micro_batches.scope(weight)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale; the gradients of a backward from the result are divided as they are added.
+
+        Without a ``loss_scale`` the loss itself.
+        """
+        if self._options["loss_scale"] is None:
+            return loss
+        arena = self._registry.any_arena()
+        scale = arena.window[layout.LOSS_SCALE].to(device=loss.device, dtype=torch.float32)
+        return mark(loss * scale, arena.window[layout.INV_LOSS_SCALE : layout.INV_LOSS_SCALE + 1])
+
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Ends what is accumulated, as in torch; inside a window of ``accumulation_steps`` it does nothing."""
@@ -152,6 +192,7 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
             # Before the registry looks: a converted parameter that holds a gradient is refused, one that does not is
             # followed.
             super().zero_grad(set_to_none)
+            self._micro_batches.drop()
         self._registry.refresh(self._window.scale)
 
     # Boundary ------------------------------------------------------------------------------------------------------
@@ -174,8 +215,10 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._capture.flush()
         self._registry.refresh(self._window.scale)
+        if self._window.would_end():
+            self._refuse_nonfinite()
         if self._window.advance():
-            self._run_boundary(divisor_correction=1.0)
+            self._run_boundary()
         return loss
 
     @torch.no_grad()
@@ -191,15 +234,34 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
         validate.check_has_window(self._window.accumulation_steps, "flush")
         self._capture.flush()
         self._registry.refresh(self._window.scale)
-        correction = self._window.close()
-        if correction is None:
+        if self._window.position > 0:
+            self._refuse_nonfinite()
+        if not self._window.close():
             return False
-        self._run_boundary(correction)
+        self._run_boundary()
         return True
 
-    def _run_boundary(self, divisor_correction: float) -> None:
+    def _refuse_nonfinite(self) -> None:
+        if self._options["nonfinite"] != "raise" or torch.isfinite(self._boundary.norm((1.0, 1.0, 1.0))):
+            return
+        names = self._boundary.nonfinite_names()
+        raise FloatingPointError(
+            f"the accumulated gradient of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''} holds an inf "
+            "or NaN; accepted with nonfinite='raise': finite gradients. Nothing was stepped, and the window is as it "
+            "was: reset() drops it"
+        )
+
+    def _run_boundary(self) -> None:
         max_norm = self._window.take_clip(self.max_grad_norm)
-        self._boundary.run(divisor_correction, max_norm)
+        if self._window.open.has_weights and self._boundary.was_written():
+            warnings.warn(
+                "fusedaccum: .grad was written to in a window of weighted micro-batches, where it holds the weighted "
+                "sum, not the mean. A clip by torch.nn.utils.clip_grad_norm_ is wrong there; use max_grad_norm or "
+                "optimizer.clip_grad_norm_",
+                stacklevel=4,
+            )
+        self._boundary.run(self._window.totals(), max_norm, self.grad_scale, self._given_found_inf)
+        self._window.start_afresh(is_spent=self._window.open.has_weights)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -209,6 +271,7 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
         self._window.close()
         self._window.take_clip(None)
         super().zero_grad()
+        self._micro_batches.drop()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -228,7 +291,7 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
         validate.check_clip(max_norm, norm_type)
         self._capture.flush()
         self._registry.refresh(self._window.scale)
-        norm = self._boundary.norm()
+        norm = self._boundary.norm(self._window.totals_so_far())
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"clip_grad_norm_: the norm of the gradients is {norm.item()}; accepted: finite. "
@@ -237,47 +300,34 @@ class FusedAccumOptimizer(torch.optim.Optimizer):
         self._window.request_clip(float(max_norm))
         return norm
 
-    # What happened -------------------------------------------------------------------------------------------------
-
-    @property
-    def accumulation_steps(self) -> int | None:
-        """Micro-batches a window; None: every ``step()`` is a boundary."""
-        return self._window.accumulation_steps
-
-    @property
-    def stepped(self) -> bool:
-        """Whether the last call of ``step`` or ``flush`` was a boundary."""
-        return self._window.stepped
-
-    @property
-    def found_inf(self) -> Tensor:
-        """0-dim float32 tensor on the device: 1 if the last boundary was skipped for a non-finite gradient, else 0."""
-        return self._boundary.control_value(layout.FOUND_INF)
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """0-dim float32 tensor on the device: the norm of all gradients at the last boundary, before clipping."""
-        return self._boundary.control_value(layout.NORM)
-
     # State ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The plain optimizer's format, with masters as ``state[i]["master_param"]``.
+        """The plain optimizer's format, with masters as ``state[i]["master_param"]``, and under "fusedaccum" the open
+        window (accumulators, which parameters have one, position, weights), loss scale and statistics.
 
-        The tensors are the live ones, as in torch. An open window is not part of it; a warning says so.
+        The tensors are the live ones, as in torch.
         """
         self._capture.flush()
-        self._window.warn_if_open("is not part of the state_dict")
-        return checkpoint.without_unused_momentum(super().state_dict(), self.param_groups, self._registry)
+        held = checkpoint.without_unused_momentum(super().state_dict(), self.param_groups, self._registry)
+        return {**held, resume.KEY: resume.save(self.param_groups, self._registry, self._window)}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, open_window: str = "restore") -> None:
         """Loads a ``state_dict`` of this class or of the plain torch optimizer. fp32 state stays fp32.
 
+        Args:
+            open_window: of a checkpoint that was saved inside a window. "restore": goes on there, bit by bit. "drop":
+                begins a new window.
+
         Raises:
-            ValueError: groups or shapes that do not match; the state is as before then.
+            ValueError: groups or shapes that do not match, or an open window of other ``accumulation_steps``; the state
+                is as before then.
         """
+        self._capture.flush()
+        resume.check(state_dict, self.param_groups, self._window, open_window)
         checkpoint.load(self, self._registry, self._boundary, state_dict)
+        resume.load(self.param_groups, self._registry, self._window, state_dict, open_window == "restore")
 
     def sync_masters(self) -> None:
         """Takes the parameters' present values into their masters.

@@ -201,16 +201,23 @@ class Registry:
     # Gradients --------------------------------------------------------------------------------------------------
 
     def accumulate(
-        self, slots: list[Slot], grads: list[Tensor], first: list[bool], odd: Collection[Slot], scale: float
+        self,
+        slots: list[Slot],
+        grads: list[Tensor],
+        first: list[bool],
+        odd: Collection[Slot],
+        scale: float,
+        factor: Tensor | None = None,
     ) -> None:
-        """Adds ``scale`` times each gradient to its slot. One device, no slot twice.
+        """Adds ``scale * factor`` times each gradient to its slot. One device, no slot twice.
 
         Args:
             slots, grads: the gradients, of any strides, layout and floating point dtype, possibly with a graph.
             first: whether the slot's parameter had no ``.grad``.
             odd: slots whose gradient is not plainly contiguous in the parameter's dtype, or whose parameter's ``.grad``
                 is not ours.
-            scale: 1/K of a window, or 1.
+            scale: 1/K of a window, or 1, times the weight of the micro-batch.
+            factor: (1,) float64 on any device, the part of the scale that only a device knows; None for 1.
         """
         if odd or True in first:
             late = [slot for slot in slots if slot.arena is None]
@@ -218,6 +225,8 @@ class Registry:
                 self.make_room(late)
         arena = slots[0].arena
         assert arena is not None
+        if factor is not None and factor.device != arena.device:
+            factor = factor.to(arena.device, non_blocking=True)
         for i in reversed([i for i, slot in enumerate(slots) if slot in odd]) if odd else ():
             slot, grad = slots[i], grads[i]
             current = slot.param.grad
@@ -225,11 +234,11 @@ class Registry:
                 self.adopt_grad(slot, current)
             dense = self._dense(slot, grad)
             if dense is None:
-                arena.add_sparse(slot, grad, scale)
+                arena.add_sparse(slot, grad, scale, factor)
                 del slots[i], grads[i], first[i]
             else:
                 grads[i] = dense
-        arena.accumulate(slots, grads, first, scale)
+        arena.accumulate(slots, grads, first, scale, factor)
 
     @staticmethod
     def _dense(slot: Slot, grad: Tensor) -> Tensor | None:
@@ -271,10 +280,30 @@ class Registry:
         for slot in wanted:
             by_device.setdefault(slot.device, []).append(slot)
         for device, slots in by_device.items():
-            arena = self.arenas.get(device)
-            if arena is None:
-                arena = self.arenas[device] = self._new_arena(device)
-            arena.add(slots)
+            self.arena_of(device).add(slots)
+
+    def arena_of(self, device: torch.device) -> Arena:
+        """The arena of a device, made at the first call. It knows of the open window what the others know."""
+        arena = self.arenas.get(device)
+        if arena is None:
+            others = list(self.arenas.values())
+            arena = self.arenas[device] = self._new_arena(device)
+            if others:
+                arena.window.copy_(others[0].window)
+        return arena
+
+    def any_arena(self) -> Arena:
+        """Some arena, for what is the same in all of them."""
+        for arena in self.arenas.values():
+            return arena
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                return self.arena_of(param.device)
+        return self.arena_of(torch.device("cpu"))
+
+    def holds_gradients(self) -> bool:
+        """Whether any parameter has a ``.grad``."""
+        return any(slot.param.grad is not None for slot in self.slots.values())
 
     # The end ----------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .arena import Arena
 
 ParamGroup = dict[str, Any]
+HyperRow = tuple["float | Tensor", ...]
 
 
 class Rule(ABC):
@@ -40,12 +41,16 @@ class Rule(ABC):
         """Whether the group's parameters have the extra state."""
 
     @abstractmethod
-    def hyper_row(self, group: ParamGroup) -> tuple[float, ...]:
-        """The group's row of ``hyper``."""
+    def hyper_row(self, group: ParamGroup) -> HyperRow:
+        """The group's row of ``hyper``. A setting may be a tensor, on a device perhaps; nobody waits for it here."""
 
     @abstractmethod
     def step(self, arena: Arena, params: Sequence[Tensor], active: list[int]) -> None:
         """Calls the op."""
+
+
+def _setting(value: Any) -> float | Tensor:
+    return value if isinstance(value, Tensor) else float(value)
 
 
 # Ways of computing the same update, which the fused kernels replace; they change no result.
@@ -68,14 +73,14 @@ class AdamRule(Rule):
     def needs_extra(self, group: ParamGroup) -> bool:
         return bool(group["amsgrad"])
 
-    def hyper_row(self, group: ParamGroup) -> tuple[float, ...]:
+    def hyper_row(self, group: ParamGroup) -> HyperRow:
         beta1, beta2 = group["betas"]
         return (
-            float(group["lr"]),
-            float(beta1),
-            float(beta2),
-            float(group["eps"]),
-            float(group["weight_decay"]),
+            _setting(group["lr"]),
+            _setting(beta1),
+            _setting(beta2),
+            _setting(group["eps"]),
+            _setting(group["weight_decay"]),
             float(group.get("decoupled_weight_decay", self.decoupled)),
             -1.0 if group["maximize"] else 1.0,
             float(group["amsgrad"]),
@@ -108,13 +113,13 @@ class SgdRule(Rule):
     def needs_extra(self, group: ParamGroup) -> bool:
         return bool(group["momentum"] != 0)
 
-    def hyper_row(self, group: ParamGroup) -> tuple[float, ...]:
+    def hyper_row(self, group: ParamGroup) -> HyperRow:
         return (
-            float(group["lr"]),
-            float(group["momentum"]),
-            float(group["dampening"]),
+            _setting(group["lr"]),
+            _setting(group["momentum"]),
+            _setting(group["dampening"]),
             float(group["nesterov"]),
-            float(group["weight_decay"]),
+            _setting(group["weight_decay"]),
             0.0,
             -1.0 if group["maximize"] else 1.0,
             0.0,

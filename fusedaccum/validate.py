@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import torch
@@ -60,6 +61,32 @@ def check_clip(max_norm: Any, norm_type: Any) -> None:
         raise ValueError(
             f"norm_type is {norm_type!r}; accepted: 2. torch.nn.utils.clip_grad_norm_ takes others, in one more pass"
         )
+
+
+def check_weight(weight: Any) -> None:
+    """A micro-batch's weight: a number, or a tensor of one element, which is looked at only where nobody waits."""
+    if isinstance(weight, Tensor):
+        if weight.dim() != 0 or weight.is_complex():
+            found = f"a tensor of shape {tuple(weight.shape)} and dtype {dtype_name(weight.dtype)}"
+            raise ValueError(f"weight is {found}; accepted: a number of at least 0, or a 0-dim real tensor")
+        if not _is_readable(weight):
+            return
+        weight = weight.item()
+    elif not isinstance(weight, numbers.Real) or isinstance(weight, bool):
+        raise TypeError(f"weight is {weight!r}; accepted: a number of at least 0, or a 0-dim real tensor")
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"weight is {weight!r}; accepted: a finite number of at least 0")
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether the host has the value at hand."""
+    return tensor.device.type == "cpu"
+
+
+def check_nonfinite(policy: Any) -> None:
+    """Checks the argument ``nonfinite``."""
+    if policy not in ("skip_window", "skip_micro_batch", "raise"):
+        raise ValueError(f"nonfinite is {policy!r}; accepted: 'skip_window', 'skip_micro_batch', 'raise'")
 
 
 def check_has_window(accumulation_steps: int | None, method: str) -> None:

@@ -292,7 +292,9 @@ def test_a_process_group_of_two_is_refused(monkeypatch):
 
 
 def test_public_names():
-    assert fusedaccum.__all__ == ["FusedAccumOptimizer", "__version__"]
+    assert fusedaccum.__all__ == ["FusedAccumOptimizer", "GradScaler", "LossScale", "__version__", "scale_lr"]
+    for name in fusedaccum.__all__:
+        assert getattr(fusedaccum, name) is not None
 
 
 def test_no_warning_in_plain_use(backend_name):

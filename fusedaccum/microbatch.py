@@ -1,0 +1,129 @@
+"""What a micro-batch adds to its window: weights, loss scale, and whether it counts at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from . import validate
+from .capture import Capture
+from .registry import Registry
+from .slot import Slot
+from .window import Window
+
+
+class MicroBatches:
+    """Between capture and registry: multiplies gradients by what their micro-batch counts, and counts it.
+
+    A weight that the host knows is part of the scale. One that is a tensor never reaches the host: it becomes the
+    factor of its gradients, and the arenas add it up.
+    """
+
+    def __init__(self, window: Window, registry: Registry, capture: Capture) -> None:
+        self._window = window
+        self._registry = registry
+        self._capture = capture
+        self._weight: Tensor | None = None  # (1,) float64, of the micro-batch at hand
+
+    @contextmanager
+    def scope(self, weight: float | Tensor) -> Iterator[None]:
+        """Gradients of backward calls inside count ``weight``.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: a weight that is not accepted, or that comes too late.
+        """
+        validate.check_weight(weight)
+        window = self._window
+        if window.weight is not None:
+            raise RuntimeError("micro_batch inside of a micro_batch; accepted: one after the other")
+        self._capture.flush()
+        if window.accumulation_steps is None and window.open.holds_gradients and not self._registry.holds_gradients():
+            self.drop()  # model.zero_grad() ended what was accumulated
+        window.check_weight_comes_first()
+        if isinstance(weight, Tensor):
+            whole = weight.detach().to(torch.float64).view(1)
+            # What the host cannot refuse without waiting shows in found_inf.
+            self._weight = torch.where(whole >= 0, whole, torch.nan)
+        window.begin_micro_batch(1.0 if isinstance(weight, Tensor) else float(weight))
+        self._capture.in_micro_batch = True
+        is_done = False
+        try:
+            yield
+            is_done = True
+        finally:
+            self._capture.in_micro_batch = False
+            try:
+                self._capture.flush()
+            except BaseException:
+                is_done = False
+                raise
+            finally:
+                # One that failed does not count, as its gradients are not all there.
+                by_host = is_done and self._weight is None and not window.counts_on_device
+                window.end_micro_batch(float(weight) if by_host else None)
+                if is_done and self._weight is not None and not window.counts_on_device:
+                    self._count(self._weight)
+                self._weight = None
+
+    def add(
+        self,
+        slots: list[Slot],
+        grads: list[Tensor],
+        first: list[bool],
+        odd: set[Slot],
+        factor: Tensor | None,
+        verdict: Tensor | None,
+    ) -> None:
+        """What capture hands over: see ``Registry.accumulate``.
+
+        Args:
+            factor: (1,) float64, the inverse of the scale that the loss was multiplied by.
+            verdict: (1,) float64, 0 where the micro-batch is left out.
+        """
+        window = self._window
+        window.note_gradients(self._capture.take_backwards(), factor is not None, all(first))
+        for other in (self._weight, verdict):
+            if other is not None:
+                factor = other if factor is None else factor * other.to(factor.device, non_blocking=True)
+        self._registry.accumulate(slots, grads, first, odd, window.scale, factor)
+
+    def judge(self, grads: list[Tensor]) -> Tensor:
+        """(1,) float64: 1 if every gradient of the micro-batch is finite, else 0. Counts its weight if it is.
+
+        One pass over the gradients, in the dtypes that they came in. The largest magnitude overflows nothing.
+        """
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for grad in grads:
+            values = grad.coalesce().values() if grad.is_sparse else grad
+            if values.numel():
+                by_device.setdefault(values.device, []).append(values.detach())
+        home = self._registry.any_arena().device
+        verdict = torch.ones(1, dtype=torch.bool, device=home)
+        for values_here in by_device.values():
+            largest = torch._foreach_norm(values_here, torch.inf)
+            finite = torch.isfinite(torch.stack([value.float() for value in largest])).all()
+            verdict = verdict & finite.to(home, non_blocking=True)
+        result = verdict.to(torch.float64)
+        weight = self._weight
+        if weight is None:
+            host = 1.0 if self._window.weight is None else self._window.weight
+            self._count(result * host)
+        else:
+            self._count(torch.where(verdict, weight.to(home, non_blocking=True), 0.0))
+        return result
+
+    def _count(self, weight: Tensor) -> None:
+        self._window.open.on_device = True
+        arenas = list(self._registry.arenas.values()) or [self._registry.any_arena()]
+        for arena in arenas:
+            arena.add_weight(weight)
+
+    def drop(self) -> None:
+        """Forgets the open window's weights."""
+        if self._window.open.on_device:
+            for arena in self._registry.arenas.values():
+                arena.drop_weights()
+        self._window.start_afresh()
