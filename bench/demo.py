@@ -34,6 +34,7 @@ class Result:
     Attributes:
         error: distance of the weights after the first window from fp64's, over the norm of the weights.
         update_error: the same over the length of fp64's update.
+        useful_steps: the gradient noise scale in micro-batches, where it is known.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -41,6 +42,7 @@ class Result:
     peak_mb: float = 0.0
     error: float = 0.0
     update_error: float = 0.0
+    useful_steps: float | None = None
 
     @property
     def train_loss(self) -> float:
@@ -109,6 +111,7 @@ def train(task: Task, quick: bool, progress: Progress) -> dict[str, Result]:
         for way, worker in workers.items():
             result, end = results[way], worker.end()
             result.held_out_loss, result.peak_mb = end.held_out_loss, end.peak_bytes / 1e6
+            result.useful_steps = end.useful_steps
             distance = float((worker.weights_after_first_window() - target).norm())
             result.error = distance / float(target.norm())
             result.update_error = distance / float((target - start).norm())
@@ -155,6 +158,19 @@ def meaning(task: Task, results: dict[str, Result]) -> str:
     )
 
 
+def noise(task: Task, results: dict[str, Result]) -> str:
+    """What the gradient noise scale says of the batch."""
+    steps = results[OURS].useful_steps
+    assert steps is not None
+    steps = max(steps, 0.0)  # an estimate: over few windows it may come out below 0
+    size = task.batch // MICRO_BATCHES
+    advice = "more would still pay" if steps > MICRO_BATCHES else "this much buys little"
+    return (
+        f"{task.name}: the gradient noise scale is {steps:.1f} micro-batches ({steps * size:.0f} {task.unit}); the "
+        f"window has {MICRO_BATCHES}. Accumulating {advice}."
+    )
+
+
 NOTES = (
     f"{LARGE}: bf16 model, fp32 masters and states, torch's clip and AdamW. {NAIVE}: bf16 gradients of {MICRO_BATCHES} "
     "micro-batches summed by autograd, clip, AdamW on bf16 parameters. Train loss: last 4 windows. Off fp64: distance "
@@ -181,6 +197,7 @@ def main() -> None:
     console.print(NOTES)
     for task, results in all_results.items():
         console.print(meaning(task, results), style="bold")
+        console.print(noise(task, results))
     console.print(f"Done in {time.perf_counter() - start:.0f} s.")
 
 

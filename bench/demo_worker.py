@@ -56,6 +56,10 @@ class Way:
         """What training continues from: masters where there are any."""
         return [param.detach() for param in self.params]
 
+    def useful_steps(self) -> float | None:
+        """The number of micro-batches beyond which more buy little; None where nobody counts."""
+        return None
+
 
 class LargeBatch(Way):
     """The whole batch at once; bf16 model, fp32 masters and states."""
@@ -111,6 +115,9 @@ class Wrapped(Way):
     def weights(self) -> list[Tensor]:
         return [self.optimizer.state[param]["master_param"] for param in self.params]
 
+    def useful_steps(self) -> float | None:
+        return self.optimizer.stats()["useful_accumulation_steps"].item()
+
 
 class Exact(Way):
     """The whole batch at once, everything in fp64."""
@@ -135,10 +142,11 @@ class Step:
 
 @dataclass(frozen=True)
 class End:
-    """What a worker answers to "end"."""
+    """What a worker answers to "end". ``useful_steps``: the gradient noise scale in micro-batches, where known."""
 
     held_out_loss: float
     peak_bytes: int
+    useful_steps: float | None
 
 
 def _status_bytes(key: str) -> int:
@@ -237,4 +245,4 @@ def work(connection: Connection, task_name: str, quick: bool, way_name: str, wei
             torch.save([weight.clone() for weight in trainer.way.weights()], weights_file)
             is_first = False
     peak_bytes = _status_bytes("VmHWM") - start_bytes
-    connection.send(End(trainer.held_out_loss(held_out), peak_bytes))
+    connection.send(End(trainer.held_out_loss(held_out), peak_bytes, trainer.way.useful_steps()))
