@@ -1,4 +1,4 @@
-"""Whether the CUDA backend computes on a GPU what the compiled library computes on the CPU, bit by bit.
+"""Whether the CUDA backend, or Triton's, computes on a GPU what the compiled library computes on the CPU, bit by bit.
 
 Each check is a function of (device, scale) that returns what is wrong, or None. On a CPU device the checks run against
 the CPU's own library, carried through the same code: that proves the checks, and nothing about a GPU.
@@ -10,7 +10,8 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,9 +41,28 @@ class Check:
     time_s: float
 
 
+_of_a_gpu = "cuda"
+
+
+@contextmanager
+def gpu_backend(name: str) -> Iterator[None]:
+    """Everything here, and the timing, takes another backend than ``cuda`` on a GPU."""
+    global _of_a_gpu
+    before, _of_a_gpu = _of_a_gpu, name
+    try:
+        yield
+    finally:
+        _of_a_gpu = before
+
+
+def kind_of(device: torch.device) -> str:
+    """The name of the backend that is looked at."""
+    return _of_a_gpu if device.type == "cuda" else "native"
+
+
 def backend_of(device: torch.device) -> Backend:
-    """The compiled backend of ``device``, never a fallback."""
-    return choose(device, "cuda" if device.type == "cuda" else "native")
+    """The backend that is looked at on ``device``, never a fallback."""
+    return choose(device, kind_of(device))
 
 
 def first_difference(what: str, found: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
@@ -93,14 +113,15 @@ def many_tensors(device: torch.device, scale: int) -> str | None:
     results = []
     for backend, where in ((backend_of(device), device), (choose(CPU, "native"), CPU)):
         acc = torch.zeros(places.n_elems, device=where)
-        partials = torch.zeros(places.n_chunks, dtype=torch.float64, device=where)
+        partials, micro_partials = (torch.zeros(places.n_chunks, dtype=torch.float64, device=where) for _ in range(2))
+        factor = torch.full((1,), 0.7, dtype=torch.float64, device=where)
         table, there = rows.to(where), [grad.to(where) for grad in grads]
-        for first in (1, 0):
-            backend.accumulate_(acc, partials, table, there, slots, [first] * len(slots), 0.3)
+        for first, micro in ((1, micro_partials), (0, micro_partials), (0, None)):
+            backend.accumulate_(acc, partials, micro, table, there, slots, [first] * len(slots), 0.3, factor)
         kept = partials.clone()
         backend.measure_(partials, acc, table, slots, sizes)
-        results.append([acc, kept, partials])
-    return first_difference("(acc, partials, measured)", *results)
+        results.append([acc, kept, partials, micro_partials])
+    return first_difference("(acc, partials, measured, micro_partials)", *results)
 
 
 OPTIMIZERS: dict[str, Callable[[list[Parameter]], torch.optim.Optimizer]] = {
@@ -123,7 +144,7 @@ class Training:
         self.params = [Parameter(value.to(device, dtype)) for value in values]
         self.inputs = [torch.zeros_like(param, requires_grad=False) for param in self.params]
         inner = OPTIMIZERS[name](self.params)
-        kind = "cuda" if device.type == "cuda" else "native"
+        kind = kind_of(device)
         self.optimizer = FusedAccumOptimizer(inner, accumulation_steps=K, max_grad_norm=1.0, backend=kind)
 
     def feed(self, seed: int) -> None:
