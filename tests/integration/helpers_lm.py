@@ -87,19 +87,18 @@ def language_model(transformers: ModuleType, kind: str, dtype: torch.dtype = FP3
     return model
 
 
-def as_mixed(model: nn.Module) -> nn.Module:
-    """Makes an fp32 model compute in bfloat16, in plain torch: its forward runs on bfloat16 copies of its weights.
+def as_mixed(model: nn.Module, dtype: torch.dtype = BF16) -> nn.Module:
+    """Makes an fp32 model compute in ``dtype``, in plain torch: its forward runs on 16-bit copies of its weights.
 
     Autograd brings each micro-batch's gradient back to fp32 exactly and adds in fp32; a plain optimizer steps the fp32
-    weights. That is by definition what the wrapper does to a bfloat16 model.
+    weights. That is by definition what the wrapper does to a 16-bit model.
     """
-
     plain = copy.copy(model)  # the same weights and submodules, without the forward below
 
     class Mixed(type(model)):
         @functools.wraps(type(model).forward)  # Trainer looks at its signature, and at the model's class
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            copies = {name: param.to(BF16) for name, param in self.named_parameters()}
+            copies = {name: param.to(dtype) for name, param in self.named_parameters()}
             return torch.func.functional_call(plain, copies, args, kwargs, tie_weights=True)
 
     Mixed.__name__ = type(model).__name__
@@ -184,7 +183,7 @@ def assert_same_run(got: Run, want: Run) -> None:
 
 
 def assert_as_mixed(got: Run, want: Run) -> None:
-    """That a bfloat16 run follows ``as_mixed`` in plain torch."""
+    """That a 16-bit run follows ``as_mixed`` in plain torch. (In float16 every step of the bound is an eighth.)"""
     assert got.n_steps == want.n_steps
     off = distance(got, want)
     assert off <= MIXED_RTOL, off
