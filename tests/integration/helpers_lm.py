@@ -164,20 +164,25 @@ size: an element x times the typical one moves wrong by min(1, d / x) of a step,
 mean square of that is 1.6 * d, its root 0.14. (Momentum averages over steps: 0.04 is what comes out.)"""
 
 
-def assert_same_run(got: Run, want: Run) -> None:
-    """That two runs in the same arithmetic differ by the rounding of the updates only.
+def assert_same_weights(got: Run, want: Run, n_steps: int) -> None:
+    """That weights stepped in the same arithmetic differ by the rounding of the updates only.
 
     A step rounds a weight once or twice, U32 * |weight| each, and its update by a few U32, which Adam's quotient
     magnifies by at most 1 / sqrt(1 - beta2) = 32: 2^8 * U32 of the way gone (as in ``models.Oracle``). Errors add up
     over the steps. What they do to the next gradient is no more than what the order of a sum does.
     """
-    assert got.n_steps == want.n_steps
     for name, weight in want.weights.items():
         start = want.start[name]
         way = (weight - start).abs().max()
-        bound = want.n_steps * U32 * (2 * torch.maximum(weight.abs(), start.abs()).max() + 2**8 * way)
+        bound = n_steps * U32 * (2 * torch.maximum(weight.abs(), start.abs()).max() + 2**8 * way)
         off = (got.weights[name] - weight).abs().max()
         assert off <= bound, name
+
+
+def assert_same_run(got: Run, want: Run) -> None:
+    """``assert_same_weights``, and the same losses and norms on the way."""
+    assert got.n_steps == want.n_steps
+    assert_same_weights(got, want, want.n_steps)
     torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(want.losses), rtol=LOSS_RTOL, atol=0)
     torch.testing.assert_close(torch.tensor(got.norms), torch.tensor(want.norms), rtol=NORM_RTOL, atol=0)
 
