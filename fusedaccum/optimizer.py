@@ -227,8 +227,8 @@ class FusedAccumOptimizer(ReportingOptimizer):
         return loss
 
     def _only_makes_state(self) -> bool:
-        """Whether ``torch.distributed.checkpoint`` makes the state exist before it reads or loads it: it steps once with
-        zeros for gradients and learning rates. Taken for a micro-batch, that would shift all windows by one."""
+        """Whether ``torch.distributed.checkpoint`` makes the state exist before it reads or loads it: it steps once
+        with zeros for gradients and learning rates. Taken for a micro-batch, that would shift all windows by one."""
         if self._window.accumulation_steps is None or self._window.position > 0 or self.inner.state:
             return False
         for group in self.param_groups:
