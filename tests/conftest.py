@@ -173,6 +173,13 @@ def ptx_plan(plan_module: ModuleType) -> ModuleType:
     return plan_module
 
 
+@pytest.fixture(scope="session")
+def inductor() -> None:
+    """A C++ compiler, without which torch.compile's default backend does nothing on the CPU."""
+    if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX") or "g++", "g++", "clang++")):
+        pytest.skip("torch.compile's inductor needs a C++ compiler: neither g++ nor clang++ is on PATH")
+
+
 @contextmanager
 def _denormals_flushed() -> Iterator[None]:
     torch.set_flush_denormal(True)
