@@ -217,7 +217,7 @@ class FusedAccumOptimizer(ReportingOptimizer):
         self._registry.refresh(self._window.scale)
         if self._only_makes_state():
             self._window.advance()
-            self._window.close()
+            self._window.close()  # a window of its own
             self._run_boundary()
             return loss
         if self._window.would_end():
