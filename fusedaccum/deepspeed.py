@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .optimizer import FusedAccumOptimizer
+from .scaling import LossScale
 from .validate import dtype_name, param_name
 
 Config = Mapping[str, Any]
@@ -96,7 +97,8 @@ def from_deepspeed_config(
     - ``gradient_accumulation_steps`` and the batch sizes give ``accumulation_steps``. Of batch = micro-batch x steps x
       1 process any two give the third; one batch size alone means 1 step.
     - ``gradient_clipping`` gives ``max_grad_norm``; 0 is no clipping.
-    - ``bf16.enabled`` or ``fp16.enabled``: the parameters must be of that dtype already.
+    - ``bf16.enabled`` or ``fp16.enabled``: the parameters must be of that dtype already. The latter's settings give
+      ``loss_scale``: train with ``optimizer.backward(loss)``, as with a DeepSpeed engine.
 
     Call ``step()`` after every micro-batch and leave the loss undivided, as with a DeepSpeed engine. Two things are as
     they always are here: a window with a non-finite gradient is skipped (whatever ``bf16.check_grad_overflow`` says),
@@ -132,22 +134,18 @@ def from_deepspeed_config(
     if bf16 is not None:
         _check_params(optimizer, torch.bfloat16, bf16_key)
     if fp16 is not None and "loss_scale" not in options:
-        raise ValueError(
-            f"fp16.loss_scale cannot be honoured: FusedAccumOptimizer does not scale losses (asked for: "
-            f"{loss_scale_of(fp16)}). Leave the fp16 block out and use torch.amp.GradScaler"
-        )
+        options["loss_scale"] = loss_scale_of(fp16)
     return FusedAccumOptimizer(optimizer, **options)
 
 
-def loss_scale_of(fp16: Config) -> float | dict[str, float]:
+def loss_scale_of(fp16: Config) -> float | LossScale:
     """What an enabled ``fp16`` block says of the loss scale.
 
     DeepSpeed's ``min_loss_scale`` is where it gives a run up. There is no such end here, but any run that it completes
     is the same, as long as the scale may come down to 1; the scale grows one step earlier than DeepSpeed's.
 
     Returns:
-        A fixed scale, or for ``loss_scale: 0``, the dynamic one, the arguments that torch's GradScaler also has:
-        init_scale, growth_factor, backoff_factor, growth_interval.
+        A fixed scale, or for ``loss_scale: 0`` the dynamic one.
 
     Raises:
         ValueError: a setting that is not a number of its kind, or that those arguments cannot express.
@@ -172,7 +170,7 @@ def loss_scale_of(fp16: Config) -> float | dict[str, float]:
             f"fp16.min_loss_scale is {lowest!r}; accepted: at most 1, the scale has no lower bound. Leave it out, or "
             "pass loss_scale=... to say what to use instead"
         )
-    return {"init_scale": 2.0**power, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": window}
+    return LossScale(init_scale=2.0**power, growth_interval=window)
 
 
 # Reading ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from helpers import assert_same_bits
 from models import assert_unmoved, fp32_sums, inputs, loss_of, micro_grads, mlp, run_window, snapshot
 from torch import nn
 
-from fusedaccum import FusedAccumOptimizer, from_deepspeed_config
+from fusedaccum import FusedAccumOptimizer, LossScale, from_deepspeed_config
 from fusedaccum.deepspeed import loss_scale_of
 
 BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -248,12 +248,7 @@ def test_files(tmp_path):
 
 
 def _dynamic(init_scale, growth_interval):
-    return {
-        "init_scale": init_scale,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": growth_interval,
-    }
+    return LossScale(init_scale, 2.0, 0.5, growth_interval)
 
 
 @pytest.mark.parametrize(
@@ -268,10 +263,10 @@ def _dynamic(init_scale, growth_interval):
     ],
 )
 def test_loss_scale(fp16, want):
-    settings = loss_scale_of({"enabled": True, **fp16})
-    assert settings == want
-    if isinstance(settings, dict):
-        torch.amp.GradScaler("cpu", **settings)  # its names, and its checks
+    assert loss_scale_of({"enabled": True, **fp16}) == want
+    scale = want.init_scale if isinstance(want, LossScale) else want
+    optimizer = from_deepspeed_config({STEPS: 1, "fp16": {"enabled": True, **fp16}}, _adamw(torch.float16))
+    assert optimizer.loss_scale.item() == scale
 
 
 @pytest.mark.parametrize(
@@ -294,7 +289,21 @@ def test_loss_scales_that_are_refused(fp16, message):
         loss_scale_of({"enabled": True, **fp16})
 
 
-def test_an_enabled_fp16_block_says_what_to_do():
-    config = {STEPS: 1, "fp16": {"enabled": True, "loss_scale": 64}}
-    with pytest.raises(ValueError, match=r"fp16.loss_scale cannot be honoured.*asked for: 64.*torch.amp.GradScaler"):
-        from_deepspeed_config(config, _adamw(torch.float16))
+def test_an_fp16_block_scales_as_the_wrapper_written_by_hand(backend_name):
+    """Dynamic, with an overflow in the second window: the scale backs off and the window is skipped."""
+    config = {STEPS: 2, "fp16": {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}}
+    by_config, by_hand = mlp(torch.float16), None
+    by_hand = copy.deepcopy(by_config)
+    one = from_deepspeed_config(config, torch.optim.AdamW(by_config.parameters()), backend=backend_name)
+    scale = LossScale(2.0**10, growth_interval=1000)
+    other = FusedAccumOptimizer(
+        torch.optim.AdamW(by_hand.parameters()), accumulation_steps=2, loss_scale=scale, backend=backend_name
+    )
+    for i, batch in enumerate(inputs(6, torch.float16)):
+        for model, optimizer in ((by_config, one), (by_hand, other)):
+            optimizer.backward(loss_of(model, batch) * (float("inf") if i == 3 else 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(by_config.parameters(), by_hand.parameters(), strict=True):
+        assert_same_bits(p, q)
+    assert one.loss_scale.item() == other.loss_scale.item() == 2.0**9
