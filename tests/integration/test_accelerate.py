@@ -9,6 +9,7 @@ import torch
 from helpers import assert_same_bits
 from models import assert_unmoved, snapshot
 
+import fusedaccum
 from fusedaccum import FusedAccumOptimizer
 
 from .helpers_lm import (
@@ -45,12 +46,15 @@ def new_accelerator(accelerate):
     accelerate.state.GradientState._reset_state()
 
 
-def with_fp16_scaler(accelerator, init_scale: float = 2.0**10):
+SCALERS = [torch.amp.GradScaler, fusedaccum.GradScaler]
+
+
+def with_fp16_scaler(accelerator, scaler=torch.amp.GradScaler, init_scale: float = 2.0**10):
     """Accelerate makes a scaler for GPUs only; on the CPU "fp16" leaves it out without a word. This puts it in, so that
     the same code of Accelerate's runs as on a GPU."""
     assert accelerator.mixed_precision == "fp16"
     accelerator.native_amp = True
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=1000)
+    accelerator.scaler = scaler("cpu", init_scale=init_scale, growth_interval=1000)
     return accelerator
 
 
@@ -210,12 +214,13 @@ def test_load_state_resumes_with_the_same_bits(transformers, new_accelerator, tm
             assert_same_bits(resumed.bare.state[got][name], value, name)
 
 
+@pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("clip", ["accelerate", "fused", "wrapper"])
-def test_fp16_with_a_scaler(transformers, new_accelerator, clip):
+def test_fp16_with_a_scaler(transformers, new_accelerator, clip, scaler):
     """fp32 parameters below autocast, and fp16 parameters, whose gradients a plain optimizer cannot have unscaled."""
 
     def run(model, wrap):
-        accelerator = with_fp16_scaler(new_accelerator(mixed_precision="fp16"))
+        accelerator = with_fp16_scaler(new_accelerator(mixed_precision="fp16"), scaler)
         return Loop(accelerator, model, wrap, clip if wrap else "accelerate").two_epochs()
 
     plain = run(language_model(transformers, "llama"), wrap=False)
@@ -227,11 +232,12 @@ def test_fp16_with_a_scaler(transformers, new_accelerator, clip):
         run(language_model(transformers, "llama", FP16), wrap=False)
 
 
+@pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("clip", ["accelerate", "fused", "wrapper", None])
 @pytest.mark.parametrize("dtype", [FP32, FP16])
-def test_an_overflow_skips_the_window(transformers, new_accelerator, dtype, clip):
+def test_an_overflow_skips_the_window(transformers, new_accelerator, dtype, clip, scaler):
     """Micro-batch 5 is infinite: the second window changes nothing, and neither scheduler nor count moves."""
-    accelerator = with_fp16_scaler(new_accelerator(mixed_precision="fp16"))
+    accelerator = with_fp16_scaler(new_accelerator(mixed_precision="fp16"), scaler)
     loop = Loop(accelerator, language_model(transformers, "llama", dtype), wrap=True, clip=clip)
     loop.epoch(stop=4)
     before = snapshot(loop.bare)
@@ -246,7 +252,7 @@ def test_an_overflow_skips_the_window(transformers, new_accelerator, dtype, clip
     counts = {held["step"].item() for held in loop.bare.state.values()}
     assert counts == {2.0}
     # The window after it is that of a run which never saw the second one.
-    other = with_fp16_scaler(new_accelerator(mixed_precision="fp16"))
+    other = with_fp16_scaler(new_accelerator(mixed_precision="fp16"), scaler)
     other = Loop(other, language_model(transformers, "llama", dtype), wrap=True, clip=clip)
     other.epoch(stop=4)
     other.accelerator.scaler.update(2.0**9)
