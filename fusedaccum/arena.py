@@ -16,6 +16,7 @@ from . import layout
 from .backends import Backend
 from .rules import HyperRow, Rule
 from .slot import Slot
+from .unscale import count_writes
 
 
 class Arena:
@@ -29,6 +30,7 @@ class Arena:
     """
 
     def __init__(self, device: torch.device, backend: Backend, rule: Rule | None, statistics: bool) -> None:
+        count_writes()  # written_by_others relies on it
         self.device = device
         self.backend = backend
         self.rule = rule

@@ -41,6 +41,18 @@ def accumulate_grad_node(param: Tensor) -> Any:
 
 
 @cache
+def keep_compiler_out() -> None:
+    """Has ``torch.compile`` step over this package.
+
+    A compiled training step calls the hooks and the optimizer, and Dynamo would look into them: it fails on an fp32
+    ``.grad`` of a 16-bit parameter, and on the engine's callbacks. Whoever made a torch optimizer has it imported.
+    """
+    from torch._dynamo import trace_rules
+
+    trace_rules.add(__name__.partition(".")[0])
+
+
+@cache
 def node_skips_undefined() -> bool:
     """Whether AccumulateGrad leaves ``.grad`` alone when a prehook hands it None, and still runs the post hooks."""
     with torch.enable_grad():
@@ -158,6 +170,7 @@ class Capture:
     def __init__(
         self, sink: Sink, bucket_bytes: int, through_node: bool | None = None, judge: Judge | None = None
     ) -> None:
+        keep_compiler_out()
         self.sink = sink
         self.judge = judge
         self.in_micro_batch = False

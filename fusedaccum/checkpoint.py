@@ -71,10 +71,24 @@ def load(optimizer: FusedAccumOptimizer, registry: Registry, boundary: Boundary,
         for name in set(group) - set(saved) - set(kept):
             del group[name]
         group.update({**saved, **kept})
-    optimizer.state = state
+    _hand_over(optimizer.inner, state)
     _take_over(registry, boundary, state)
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+
+
+def _hand_over(inner: torch.optim.Optimizer, state: defaultdict[Any, Any]) -> None:
+    """Gives the wrapped optimizer its state as torch does, through ``__setstate__``: it completes what an older torch
+    saved (options that did not exist, counts that were numbers), and looks for its own names in whatever entry there
+    is. Of masters it knows nothing."""
+    masters = {
+        param: held.pop("master_param")
+        for param, held in state.items()
+        if isinstance(held, dict) and "master_param" in held
+    }
+    inner.__setstate__({"state": state, "param_groups": inner.param_groups})
+    for param, master in masters.items():
+        state[param]["master_param"] = master
 
 
 def _check_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:

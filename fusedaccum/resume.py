@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from itertools import chain
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ def save(groups: list[dict[str, Any]], registry: Registry, window: Window) -> di
     the groups, as in torch. The tensors are live ones."""
     held: dict[str, Any] = {"version": _VERSION, "window": registry.any_arena().window, "open": None}
     if window.is_open:
+        _warn_if_it_will_be_dropped(window)
         grads: dict[int, Tensor] = {}
         micro: dict[int, Tensor] = {}
         for i, param in enumerate(chain.from_iterable(group["params"] for group in groups)):
@@ -32,6 +36,16 @@ def save(groups: list[dict[str, Any]], registry: Registry, window: Window) -> di
                     micro[i] = kept
         held["open"] = {**window.state(), "grads": grads, "micro_partials": micro}
     return held
+
+
+def _warn_if_it_will_be_dropped(window: Window) -> None:
+    """``torch.distributed.checkpoint.state_dict`` asks for the whole state_dict and keeps what torch knows of it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            warnings.warn(window.describe("is not part of what torch.distributed.checkpoint saves"), stacklevel=2)
+            return
+        frame = frame.f_back
 
 
 def check(state_dict: dict[str, Any], groups: list[dict[str, Any]], window: Window, open_window: str) -> None:

@@ -217,6 +217,23 @@ def ptx_plan(plan_module: ModuleType) -> ModuleType:
     return plan_module
 
 
+@pytest.fixture(scope="session")
+def inductor() -> None:
+    """A C++ compiler, without which torch.compile's default backend does nothing on the CPU."""
+    if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX") or "g++", "g++", "clang++")):
+        pytest.skip("torch.compile's inductor needs a C++ compiler: neither g++ nor clang++ is on PATH")
+
+
+@pytest.fixture(scope="session")
+def far_memory() -> Callable[[int, torch.dtype], torch.Tensor]:
+    """Makes tensors of gigabytes whose pages are never touched, and so never there."""
+    try:
+        torch.empty(2**33, dtype=torch.uint8)
+    except RuntimeError:
+        pytest.skip("the system does not promise 8 GiB of address space beyond its memory")
+    return lambda n_elems, dtype: torch.empty(n_elems, dtype=dtype)
+
+
 @contextmanager
 def _denormals_flushed() -> Iterator[None]:
     torch.set_flush_denormal(True)

@@ -292,8 +292,9 @@ def test_a_process_group_of_two_is_refused(monkeypatch):
 
 
 def test_public_names():
-    assert fusedaccum.__all__ == ["FusedAccumOptimizer", "GradScaler", "LossScale", "__version__", "scale_lr"]
-    for name in fusedaccum.__all__:
+    names = ["FusedAccumOptimizer", "GradScaler", "LossScale", "__version__", "from_deepspeed_config", "scale_lr"]
+    assert fusedaccum.__all__ == names
+    for name in names:
         assert getattr(fusedaccum, name) is not None
 
 

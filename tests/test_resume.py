@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from models import DTYPES, OPTIMIZERS, inputs, mlp, wrap
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from fusedaccum import FusedAccumOptimizer
 
@@ -206,6 +208,20 @@ def test_its_own_state_changes_nothing(backend_name):
                 optimizer.load_state_dict(optimizer.state_dict())
         runs.append((m, optimizer))
     assert_same_run(*runs)
+
+
+def test_a_distributed_checkpoint_says_that_it_drops_the_window(backend_name):
+    """It keeps what torch knows; never in silence."""
+    model = mlp()
+    optimizer = wrap(model, accumulation_steps=4, backend=backend_name)
+    train(model, optimizer, inputs(4), None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        get_optimizer_state_dict(model, optimizer)
+    train(model, optimizer, inputs(2), None)
+    with pytest.warns(UserWarning, match=r"window of 2 of 4 micro-batches is not part of what torch.distributed"):
+        get_optimizer_state_dict(model, optimizer)
+    assert optimizer.flush()
 
 
 # Another process ------------------------------------------------------------------------------------------------------
