@@ -192,7 +192,7 @@ class FusedAccumOptimizer(ReportingOptimizer):
             # Before the registry looks: a converted parameter that holds a gradient is refused, one that does not is
             # followed.
             super().zero_grad(set_to_none)
-            self._micro_batches.drop()
+            self._micro_batches.drop(keeps_gradients=not set_to_none)
         self._registry.refresh(self._window.scale)
 
     # Boundary ------------------------------------------------------------------------------------------------------
@@ -375,12 +375,17 @@ class FusedAccumOptimizer(ReportingOptimizer):
             "accumulation_steps": self._window.accumulation_steps,
             "max_grad_norm": self.max_grad_norm,
         }
-        return _rebuild, (self.inner, options)
+        return _rebuild, (self.inner, options, self._registry.any_arena().window.clone())
 
     def __repr__(self) -> str:
         steps = self._window.accumulation_steps
         return f"{type(self).__name__}(accumulation_steps={steps}, max_grad_norm={self.max_grad_norm}, {self.inner!r})"
 
 
-def _rebuild(inner: torch.optim.Optimizer, options: dict[str, Any]) -> FusedAccumOptimizer:
-    return FusedAccumOptimizer(inner, **options)
+def _rebuild(inner: torch.optim.Optimizer, options: dict[str, Any], window: Tensor) -> FusedAccumOptimizer:
+    optimizer = FusedAccumOptimizer(inner, **options)
+    # Loss scale, counts and averages; the open window stays behind.
+    arena = optimizer._registry.any_arena()
+    arena.window.copy_(window)
+    arena.drop_weights()
+    return optimizer

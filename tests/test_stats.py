@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -129,6 +130,37 @@ def test_a_gradient_of_somebody_elses_counts_as_one(backend_name):
         optimizer.step()
     # (4 + 1) * 3 and 3 elements of 1, the first id twice.
     assert optimizer.stats()["micro_batch_norm"].item() == pytest.approx(math.sqrt((15 + 3) / 2), rel=1e-6)
+
+
+def test_zeroed_gradients_start_afresh_too(backend_name):
+    """zero_grad(set_to_none=False): what an earlier window's micro-batches added does not count again."""
+    found = []
+    for set_to_none in (True, False):
+        torch.manual_seed(3)
+        model = mlp()
+        optimizer = wrap(model, accumulation_steps=2, backend=backend_name)
+        for _ in range(3):
+            for _ in range(2):
+                optimizer.backward((model(torch.randn(5, 7)) ** 2).mean())
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        found.append({name: value.item() for name, value in optimizer.stats().items()})
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_a_copy_keeps_scale_and_statistics(backend_name):
+    """deepcopy and pickle: what the device has learnt goes along, the open window stays behind."""
+    model = mlp()
+    optimizer = wrap(model, accumulation_steps=2, loss_scale="dynamic", backend=backend_name)
+    for factor in (1.0, math.inf, 1.0, 1.0):
+        optimizer.backward((model(torch.randn(5, 7)) ** 2).mean() * factor, weight=torch.tensor(2.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    twin = copy.deepcopy(optimizer)
+    for name, value in optimizer.stats().items():
+        if name not in ("grad_norm", "micro_batch_norm"):  # those are the last boundary's, and the copy has had none
+            assert twin.stats()[name].item() == value.item(), name
+    assert twin.loss_scale.item() == 2.0**15
 
 
 def test_the_statistics_survive_a_checkpoint(backend_name):
