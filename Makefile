@@ -25,7 +25,7 @@ test: install
 	$(BIN)/python -m pytest $(PYTEST)
 
 bench: install
-	$(BIN)/python -m bench
+	$(BIN)/python -m bench --quick $(BENCH)
 
 lint: install
 	$(BIN)/ruff check .
