@@ -23,7 +23,7 @@ demo: install
 
 # One process a processor, so each with one thread; tests of threads set their own number.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical $(PYTEST)
 
 bench: install
 	$(BIN)/python -m bench --quick $(BENCH)
