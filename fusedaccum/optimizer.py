@@ -61,7 +61,7 @@ class FusedAccumOptimizer(ReportingOptimizer):
             is over, and are read once more to be judged. "raise": the boundary waits for the device, raises
             FloatingPointError naming the parameters, and leaves everything as it was.
         statistics: keep each micro-batch's own squared norm, from which ``stats()`` tells the gradient noise scale; no
-            pass more, but a few percent of each accumulate's time.
+            pass more, but up to about a tenth of each accumulate's time (README, "How fast").
 
     Raises:
         TypeError, ValueError: an argument or parameter that is not accepted; nothing has been changed then.
