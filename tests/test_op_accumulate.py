@@ -336,3 +336,20 @@ def test_a_first_add_beyond_the_caches(native, reference, dtype, shift):
         results.append(buffers.snapshot())
     for name, bits_native in results[0].items():
         assert torch.equal(bits_native, results[1][name]), name
+
+
+@pytest.mark.parametrize("micro", [False, True], ids=["plain", "micro"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_accumulator_beyond_the_caches(native: Backend, reference: Backend, dtype: torch.dtype, micro: bool) -> None:
+    """From 32 MiB on the CPU kernels walk through whole chunks in another order, and stream the first add."""
+    sizes = (CHUNK, 2 * CHUNK + 33, 7, 2**23)
+    buffers = [Buffers(sizes) for _ in range(2)]
+    assert buffers[0].acc.data_ptr() % 64 == 0, "what is not aligned is not streamed"
+    for first in (True, False, False):
+        grads = [placed(any_bits(sizes[0], dtype), dtype), *grads_of(sizes[1:3], dtype)]
+        for backend, its in zip((native, reference), buffers, strict=True):
+            accumulate(backend, its, grads, [int(first)] * 3, micro=micro)
+    for slot in range(3):
+        for name in ("acc", "partials", *(["micro_partials"] if micro else [])):
+            assert_same_bits(buffers[0].of(name, slot), buffers[1].of(name, slot), f"{name} of slot {slot}")
+    assert bool(torch.isnan(buffers[0].of("acc", 3)).all()), "written beyond the slots"

@@ -20,12 +20,12 @@ struct AccumulateTask {
   double (*kernel)(float*, const void*, int64_t, float, double*);
 };
 
-// A first add of so many bytes is out of any cache by the time of the next one.
-constexpr int64_t kStreamBytes = int64_t{32} << 20;
+// An accumulator of so many bytes is out of any cache by the time of the next micro-batch.
+constexpr int64_t kFarBytes = int64_t{32} << 20;
 
-Add kind_of_add(bool is_first, bool has_micro, bool streams, const float* acc) {
-  if (!is_first) return has_micro ? kAddLaterWithMicro : kAddLater;
-  return streams && reinterpret_cast<uintptr_t>(acc) % kStreamAlignment == 0 ? kAddFirstStreaming : kAddFirst;
+Add kind_of_add(bool is_first, bool has_micro) {
+  if (is_first) return kAddFirst;
+  return has_micro ? kAddLaterWithMicro : kAddLater;
 }
 
 void add_chunk(const AccumulateTask& task, int64_t begin, int64_t n, float scale) {
@@ -66,9 +66,8 @@ void accumulate_cpu(Tensor acc, Tensor partials, std::optional<Tensor> micro_par
   OnceEach once(op, slot_table.size());
   tasks.reserve(grads.size());
   n_elems.reserve(grads.size());
-  int64_t first_elems = 0;
-  for (size_t i = 0; i < grads.size(); ++i) first_elems += first[i] != 0 ? grads[i].numel() : 0;
-  const bool streams = first_elems * static_cast<int64_t>(sizeof(float)) >= kStreamBytes;
+  const bool is_far = acc.numel() * static_cast<int64_t>(sizeof(float)) >= kFarBytes &&
+                      reinterpret_cast<uintptr_t>(acc_data) % kStreamAlignment == 0;
   for (size_t i = 0; i < grads.size(); ++i) {
     const Dtype dtype = stored_dtype(op, "grads", i, grads[i]);
     const Slot& slot = slot_table.at(slots[i], "grads", i);
@@ -76,11 +75,10 @@ void accumulate_cpu(Tensor acc, Tensor partials, std::optional<Tensor> micro_par
     slot_table.check_tensor(grads[i], slot, "grads", i);
     const bool is_first = first[i] != 0;
     float* const slot_acc = acc_data + slot.offset_elems;
-    const Add add = kind_of_add(is_first, micro_data != nullptr, streams, slot_acc);
     tasks.push_back({slot_acc, partials_data + slot.first_chunk,
                      micro_data != nullptr ? micro_data + slot.first_chunk : nullptr,
                      static_cast<const char*>(grads[i].const_data_ptr()), dtype == kFloat32 ? 4 : 2, is_first,
-                     isa.accumulate[dtype][add]});
+                     isa.accumulate[dtype][kind_of_add(is_first, micro_data != nullptr)][is_far ? kFar : kNear]});
     n_elems.push_back(slot.n_elems);
   }
   const float scale32 = effective_scale(scale, optional_doubles(factor));

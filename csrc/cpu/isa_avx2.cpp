@@ -17,6 +17,7 @@
 #endif
 
 #define FA_ISA_NAME "avx2"
+#define FA_ISA_VECTOR_BYTES 32
 #define FA_ISA_KERNELS kernels_avx2
 #include "loops.h"
 

@@ -17,6 +17,7 @@
 #endif
 
 #define FA_ISA_NAME "avx512"
+#define FA_ISA_VECTOR_BYTES 64
 #define FA_ISA_KERNELS kernels_avx512
 #include "loops.h"
 

@@ -9,5 +9,6 @@
 #endif
 
 #define FA_ISA_NAME "baseline"
+#define FA_ISA_VECTOR_BYTES 16
 #define FA_ISA_KERNELS kernels_baseline
 #include "loops.h"

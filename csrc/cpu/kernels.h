@@ -24,17 +24,20 @@ struct SgdChunk {
 };
 
 // What an add does beside adding. A first add keeps its micro-batch's sum of squares for nothing: it is the chunk's
-// own. Streaming: past the caches, for buffers that they could not hold until the next add; acc must be aligned to
-// kStreamAlignment bytes.
-enum Add { kAddLater = 0, kAddFirst, kAddFirstStreaming, kAddLaterWithMicro, kAdds };
+// own.
+enum Add { kAddLater = 0, kAddFirst, kAddLaterWithMicro, kAdds };
+
+// Where the accumulator is when an add comes to it: in some cache, or in memory only. A first add to memory is streamed
+// there past the caches, and takes an accumulator that is aligned to kStreamAlignment bytes.
+enum Place { kNear = 0, kFar, kPlaces };
 constexpr uintptr_t kStreamAlignment = 64;
 
-// 33 loops an instruction set: 12 to accumulate, 1 to measure, 10 for each rule.
+// 39 loops an instruction set: 18 to accumulate, 1 to measure, 10 for each rule.
 struct Kernels {
   const char* isa;
   // (acc, grad, n, scale, micro) -> sum of squares of the resulting acc. `micro`: where kAddLaterWithMicro stores that
   // of what was added; not looked at by the others.
-  double (*accumulate[kDtypes][kAdds])(float*, const void*, int64_t, float, double*);  // [grad dtype][add]
+  double (*accumulate[kDtypes][kAdds][kPlaces])(float*, const void*, int64_t, float, double*);  // [grad dtype]
   double (*sum_sq)(const float*, int64_t);
   void (*adam[kParamKinds][2])(const AdamChunk&, int64_t, const AdamScalars&);  // [param kind][amsgrad]
   void (*sgd[kParamKinds][2])(const SgdChunk&, int64_t, const SgdScalars&);     // [param kind][momentum]
