@@ -82,7 +82,7 @@ class Arena:
             was_own = grad is not None and kept.is_own(grad)
             kept.keep_view(self.view_of(kept, self.acc))
             if was_own:
-                kept.param.grad = kept.view
+                kept.param.grad = kept.grad
         self.write_table()
 
     def retire(self, slot: Slot) -> None:
@@ -108,10 +108,10 @@ class Arena:
         self._active = None
 
     def view_of(self, slot: Slot, buffer: Tensor, offset_elems: int | None = None) -> Tensor:
-        """The slot's part of a flat buffer, in the parameter's shape and memory order."""
+        """The slot's part of a flat buffer, in the shape and memory order of what this rank has of the parameter."""
         assert slot.placement is not None
         offset = slot.placement.offset_elems if offset_elems is None else offset_elems
-        return buffer[offset : offset + slot.n_elems].as_strided(slot.param.shape, slot.strides, offset)
+        return buffer[offset : offset + slot.n_elems].as_strided(slot.shape, slot.strides, offset)
 
     # Accumulate -------------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class Arena:
         if True in first:
             for slot, is_first in zip(slots, first, strict=True):
                 if is_first:
-                    slot.param.grad = slot.view
+                    slot.param.grad = slot.grad
 
     def measure(self, slots: Sequence[Slot]) -> None:
         """Recomputes the partials of slots that something other than ``accumulate`` wrote to."""
@@ -152,8 +152,9 @@ class Arena:
         self.backend.measure_(self.partials, self.acc, self.table, indices, n_elems)
 
     def measure_if_written(self, slots: Sequence[Slot]) -> None:
-        """Brings the partials of ``slots`` (all that hold a gradient) up to date if somebody else wrote to any."""
-        if self.written_by_others():
+        """Brings the partials of ``slots`` (all that hold a gradient) up to date if somebody else wrote to any. Of
+        DTensors always: ``torch._foreach_mul_`` on them, as in torch's clip, moves no version (seen on torch 2.13)."""
+        if self.written_by_others() or any(slot.is_sharded for slot in slots):
             self.measure(slots)
             self._version = self.acc._version
 
@@ -163,6 +164,37 @@ class Arena:
         torch._foreach_mul_(views, factor)  # type: ignore[arg-type]
         self._version = self.acc._version
         self.measure(slots)
+
+    def zero_unused(self, slots: Sequence[Slot]) -> None:
+        """Zeros for those of ``slots`` that hold no gradient: an earlier window's is still there."""
+        unused = [slot.view for slot in slots if slot.param.grad is None and slot.view is not None]
+        if unused:
+            touched = self.written_by_others()
+            torch._foreach_zero_(unused)
+            self._wrote(touched)
+
+    def take_sum(self, slots: Sequence[Slot]) -> None:
+        """The accumulators of ``slots`` have become those of all ranks together."""
+        self._wrote(touched=False)
+        self.measure(slots)
+
+    def take_statistics(self, weights: Tensor, micro_sum_sq: Tensor | None) -> None:
+        """What the device knows of the open window becomes that of all ranks together.
+
+        Args:
+            weights: (2,) float64, the sum of weights and of their squares.
+            micro_sum_sq: 0-dim float64, the micro-batches' own sums of squares; None where another arena keeps it.
+        """
+        self.window[layout.WEIGHT : layout.WEIGHT_SQ + 1] = weights
+        if self.micro_partials is None:
+            return
+        self.micro_partials.zero_()
+        if micro_sum_sq is not None:
+            # In a chunk of a slot that takes part: finalize_ sums over those.
+            for slot in self.slots:
+                if slot is not None and slot.n_elems and slot.param.grad is not None:
+                    self.micro_partials[self._chunks_of(slot).start] = micro_sum_sq
+                    break
 
     def written_by_others(self) -> bool:
         """Whether somebody wrote to the accumulator (through any ``.grad``) since the last op of ours."""
@@ -175,7 +207,7 @@ class Arena:
             self._version = self.acc._version
 
     def own_write(self, slot: Slot, value: Tensor) -> None:
-        """Copies ``value`` (any dtype, the parameter's shape) into the slot's accumulator and measures it."""
+        """Copies ``value`` (any dtype, the slot's shape) into the slot's accumulator and measures it."""
         touched = self.written_by_others()
         slot.keep_view(self.view_of(slot, self.acc))
         assert slot.view is not None
@@ -249,7 +281,7 @@ class Arena:
             self.write_table()
             grew = True
         for slot in new_masters:
-            self.master_view(slot).copy_(slot.param.detach())
+            self.master_view(slot).copy_(slot.local().detach())
             slot.remember_value()
         return grew
 
@@ -264,17 +296,19 @@ class Arena:
         return self.view_of(slot, self.master, slot.placement.master_offset_elems)
 
     def state_views(self, slot: Slot) -> dict[str, Tensor]:
-        """What ``optimizer.state[param]`` holds: torch's names for the rule's state, and the master."""
+        """What ``optimizer.state[param]`` holds: torch's names for the rule's state, and the master. Beside a DTensor
+        they are DTensors, but for the count of steps."""
         assert slot.placement is not None
         views: dict[str, Tensor] = {}
         if self.rule is not None:
             if self.rule.counts_steps:
                 views["step"] = self.steps[slot.index]
-            views.update({name: self.view_of(slot, buffer) for name, buffer in self.states.items()})
+            views.update({n: slot.as_param(self.view_of(slot, buffer)) for n, buffer in self.states.items()})
             if slot.placement.extra_offset_elems >= 0:
-                views[self.rule.extra_name] = self.view_of(slot, self.extra, slot.placement.extra_offset_elems)
+                extra = self.view_of(slot, self.extra, slot.placement.extra_offset_elems)
+                views[self.rule.extra_name] = slot.as_param(extra)
         if slot.placement.master_offset_elems >= 0:
-            views["master_param"] = self.master_view(slot)
+            views["master_param"] = slot.as_param(self.master_view(slot))
         return views
 
     def finalize(
@@ -285,21 +319,32 @@ class Arena:
         max_norm: float | None,
         extra: Tensor | None,
         advance: bool,
+        sums: Tensor | None = None,
     ) -> None:
         """Fills the control block, and with ``advance`` the window, and the scalars and step counts of active slots.
 
         Args:
             totals: numerator, weight and weight_sq, as ``Window.totals`` has them.
             extra: (2,) float64, the two sums of squares of other devices.
+            sums: (4,) float64, the two sums of squares, and of weights and their squares, of everything on all ranks;
+                in the place of what is known here, so that all ranks compute the same bits.
         """
         self._upload(hyper_rows)
+        partials, micro_partials = self.partials, self.micro_partials
+        weights = self.window[layout.WEIGHT : layout.WEIGHT_SQ + 1]
+        weights_here = weights.clone() if sums is not None else weights
+        if sums is not None:
+            partials = torch.zeros_like(partials)
+            micro_partials = None if micro_partials is None else partials
+            totals, extra = (totals[0], 0.0, 0.0), sums[:2].clone()
+            weights.copy_(sums[2:])
         self.backend.finalize_(
             self.control,
             self.scalars,
             self.steps,
             self.window,
-            self.partials,
-            self.micro_partials,
+            partials,
+            micro_partials,
             self.table,
             self.hyper,
             self._mask(active),
@@ -309,6 +354,8 @@ class Arena:
             extra,
             advance,
         )
+        if sums is not None and not advance:
+            weights.copy_(weights_here)
 
     def _upload(self, rows: Sequence[HyperRow]) -> None:
         """The settings of all groups, uploaded when a number has changed. Those that are tensors (a learning rate on

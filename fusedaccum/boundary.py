@@ -8,8 +8,9 @@ from torch import Tensor
 from . import layout
 from .arena import Arena
 from .delegate import Delegate
+from .dtensor import local_of, over_ranks
 from .registry import Registry
-from .rules import Rule
+from .rules import HyperRow, Rule
 from .slot import Slot
 
 
@@ -46,7 +47,7 @@ class Boundary:
             found_inf: one element; non-zero where somebody else has seen an inf.
         """
         active = self._active_slots()
-        if not active:
+        if not active and not self._registry.has_sharded():
             for arena in self._registry.arenas.values():
                 arena.drop_weights()
             return
@@ -61,9 +62,8 @@ class Boundary:
         for hook in self._optimizer._optimizer_step_pre_hooks.values():
             hook(self._optimizer, (), {})
         for arena, slots in active.items():
-            params = [slot.param for slot in slots]
-            arena.step(params, [slot.index for slot in slots])
-            torch.autograd.graph.increment_version(params)
+            arena.step([slot.local() for slot in slots], [slot.index for slot in slots])
+            torch.autograd.graph.increment_version([slot.param for slot in slots])
             for slot in slots:
                 slot.version += 1
         # A scheduler built on the wrapped optimizer warns when that seems never to have stepped.
@@ -74,7 +74,7 @@ class Boundary:
     def norm(self, totals: tuple[float, float, float]) -> Tensor:
         """0-dim float32: the norm of the gradients as they are now, the accumulator divided by ``totals``."""
         active = self._active_slots()
-        if not active:
+        if not active and not self._registry.has_sharded():
             return torch.zeros(())
         self._finalize(active, totals, None, advance=False)
         return self.control_value(layout.NORM)
@@ -130,6 +130,11 @@ class Boundary:
         # Those without a gradient too: their loss scale and counts move with the rest.
         arenas = list(self._registry.arenas.values())
         indices = {arena: [slot.index for slot in active.get(arena, ())] for arena in arenas}
+        if self._registry.has_sharded():
+            total = self._sums_over_ranks(active, rows, totals, found_inf)
+            for arena, index in indices.items():
+                arena.finalize(index, rows, totals, max_norm, None, advance, total.to(arena.device))
+            return
         sums: dict[Arena, Tensor] = {}
         if len(arenas) > 1:
             sums = {arena: arena.sums_of_squares(index, rows) for arena, index in indices.items()}
@@ -142,6 +147,31 @@ class Boundary:
                 seen = torch.cat([seen, torch.zeros_like(seen)])
                 extra = seen if extra is None else extra + seen
             arena.finalize(index, rows, totals, max_norm, extra, advance)
+
+    def _sums_over_ranks(
+        self,
+        active: dict[Arena, list[Slot]],
+        rows: list[HyperRow],
+        totals: tuple[float, float, float],
+        found_inf: Tensor | None,
+    ) -> Tensor:
+        """(4,) float64: the sums of squares of both kinds, each element counted once, and the mean over the ranks of
+        their weights and of the squares of those. One reduction, whatever a rank holds: nobody waits in vain."""
+        home = self._registry.any_arena()
+        here = torch.zeros(4, dtype=torch.float64, device=home.device)
+        for arena, slots in active.items():
+            for n in sorted({slot.n_replicas for slot in slots}):
+                index = [slot.index for slot in slots if slot.n_replicas == n]
+                here[:2] += arena.sums_of_squares(index, rows).to(home.device) / n
+        if found_inf is not None:
+            here[0] += torch.where(found_inf.to(home.device).view(()) != 0, torch.inf, 0.0)
+        n_ranks = torch.distributed.get_world_size()
+        here[2:] = home.window[layout.WEIGHT : layout.WEIGHT_SQ + 1] / n_ranks
+        here[2] += totals[1] / n_ranks
+        here[3] += totals[2] / n_ranks
+        sharded = self._registry.any_sharded()
+        assert sharded is not None
+        return over_ranks(here, sharded)
 
     # State --------------------------------------------------------------------------------------------------------
 
@@ -193,11 +223,11 @@ class Boundary:
             if isinstance(value, Tensor) and value is old:
                 pass  # ours: growth has already carried the contents over
             elif value is not None:
-                view.copy_(torch.as_tensor(value).reshape(view.shape))
+                slot.fill(view, value, name)
             elif name == "master_param":
                 self._sync_master(slot)
             else:
-                view.zero_()  # new, or somebody took it out to start afresh
+                local_of(view).zero_()  # new, or somebody took it out to start afresh
         if self._rule is not None and not self._rule.counts_steps and self._rule.extra_name in views:
             value = held.get(self._rule.extra_name)
             if value is not slot.state.get(self._rule.extra_name) or value is None:
@@ -210,7 +240,7 @@ class Boundary:
         """Takes what somebody wrote to a parameter into its master; where the two agree, the master's bits stay."""
         assert slot.arena is not None
         master = slot.arena.master_view(slot)
-        param = slot.param.detach()
+        param = slot.local().detach()
         master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(torch.float32)))
         slot.remember_value()
 

@@ -20,9 +20,12 @@ from .arena import Arena
 from .backends import choose
 from .boundary import Boundary
 from .capture import Capture
+from .ddp import ReducersOut
+from .distributed import Agreement, Ranks, check_group, check_overlap, describe
 from .microbatch import MicroBatches
+from .parallel import ParallelOptimizer
+from .reduction import Reduction
 from .registry import Registry
-from .reports import ReportingOptimizer
 from .rules import check_optimizer, rule_for
 from .scaling import LossScale, mark
 from .window import Window
@@ -30,7 +33,7 @@ from .window import Window
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 
 
-class FusedAccumOptimizer(ReportingOptimizer):
+class FusedAccumOptimizer(ParallelOptimizer):
     """A torch optimizer whose gradients accumulate in fp32 and whose boundary is one fused pass.
 
     Every parameter's ``.grad`` becomes a view into one flat fp32 buffer for each device, whatever the parameter's
@@ -61,9 +64,14 @@ class FusedAccumOptimizer(ReportingOptimizer):
             is over, and are read once more to be judged. "raise": the boundary waits for the device, raises
             FloatingPointError naming the parameters, and leaves everything as it was.
         statistics: keep each micro-batch's own squared norm, for ``stats()``; at no pass more.
+        process_group: whose ranks each have a whole copy of the model and micro-batches of their own. Gradients,
+            weights, norm and found_inf are those of all ranks together, by one reduction a window.
+        reduce_dtype: of that reduction; float32 or bfloat16 (half the bytes; each rank's sum is rounded to 8 bits).
+        overlap: reduce during the last micro-batch's backward; see ``last_micro_batch``.
 
     Raises:
-        TypeError, ValueError: an argument or parameter that is not accepted; nothing has been changed then.
+        TypeError, ValueError: an argument or parameter that is not accepted, or not the same on all ranks; nothing has
+            been changed then.
     """
 
     def __init__(
@@ -78,26 +86,40 @@ class FusedAccumOptimizer(ReportingOptimizer):
         loss_scale: float | str | LossScale | None = None,
         nonfinite: str = "skip_window",
         statistics: bool = True,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        reduce_dtype: torch.dtype = torch.float32,
+        overlap: bool = False,
     ) -> None:
-        validate.check_arguments(optimizer, accumulation_steps, max_grad_norm, master_weights, bucket_bytes)
-        validate.check_nonfinite(nonfinite)
-        scaling = LossScale.of(loss_scale)
-        validate.check_process_group()
-        check_optimizer(optimizer)
-        for device in {param.device for group in optimizer.param_groups for param in group["params"]}:
-            choose(device, backend)  # refused here rather than in the first backward
-        super().__init__(optimizer)
-        self.max_grad_norm = max_grad_norm
-        self._options: dict[str, Any] = {
-            "backend": backend,
+        check_group(process_group, reduce_dtype)
+        ranks = None if process_group is None else Ranks(process_group)
+        options: dict[str, Any] = {
+            "accumulation_steps": accumulation_steps,
+            "max_grad_norm": max_grad_norm,
             "bucket_bytes": bucket_bytes,
             "master_weights": master_weights,
-            "loss_scale": scaling,
             "nonfinite": nonfinite,
             "statistics": statistics,
+            "reduce_dtype": reduce_dtype,
+            "overlap": overlap,
         }
+        with Agreement(ranks) as agreement:
+            validate.check_arguments(optimizer, accumulation_steps, max_grad_norm, master_weights, bucket_bytes)
+            validate.check_nonfinite(nonfinite)
+            scaling = LossScale.of(loss_scale)
+            if process_group is None:
+                validate.check_process_group(param for group in optimizer.param_groups for param in group["params"])
+            check_overlap(overlap, process_group, nonfinite)
+            check_optimizer(optimizer)
+            for device in {param.device for group in optimizer.param_groups for param in group["params"]}:
+                choose(device, backend)  # refused here rather than in the first backward
+            if ranks is not None:
+                agreement.description = describe(optimizer, {**options, "loss_scale": scaling})
+        super().__init__(optimizer)
+        self.max_grad_norm = max_grad_norm
+        self._options = {**options, "backend": backend, "loss_scale": scaling, "process_group": process_group}
         judges = nonfinite == "skip_micro_batch"
-        self._window = Window(accumulation_steps, counts_on_device=judges)
+        place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self._window = Window(accumulation_steps, judges, place)
         this = weakref.ref(self)
 
         def sink(*what: Any) -> None:
@@ -121,6 +143,13 @@ class FusedAccumOptimizer(ReportingOptimizer):
         self._registry = Registry(optimizer, rule, self._capture, new_arena)
         self._micro_batches = MicroBatches(self._window, self._registry, self._capture)
         self._boundary = Boundary(optimizer, rule, self._registry, masters=master_weights is not False)
+        self._reducers_out = ReducersOut(self._registry.slots.__contains__)
+        self._capture.on_backward = self._reducers_out.check
+        self._reduction = None
+        if ranks is not None and ranks.size > 1:
+            self._reduction = self._micro_batches.reduction = Reduction(
+                ranks, optimizer, self._window, self._registry, self._boundary, options
+            )
         self._registry.check_new_groups()
         self._registry.adopt_new_groups(self._window.scale)
         # Runs at garbage collection and at interpreter exit, and holds the window only.
@@ -163,10 +192,13 @@ class FusedAccumOptimizer(ReportingOptimizer):
             RuntimeError: a weight after a backward without one, in the same micro-batch.
         """
         if weight is None:
-            self.scale(loss).backward(**kwargs)
+            with self._capture.hidden():
+                self.scale(loss).backward(**kwargs)
             return
-        with self._micro_batches.scope(weight):
-            self.scale(loss).backward(**kwargs)
+        # What has sharded the parameters takes the mean over the ranks before a gradient gets here.
+        in_loss = self._registry.has_sharded()
+        with self._micro_batches.scope(weight, in_loss), self._capture.hidden():
+            self.scale(loss * weight if in_loss else loss).backward(**kwargs)
 
     def micro_batch(self, weight: float | Tensor = 1) -> AbstractContextManager[None]:
         """Every backward inside of this context counts ``weight``; see ``backward``."""
@@ -189,11 +221,12 @@ class FusedAccumOptimizer(ReportingOptimizer):
         self._capture.flush()
         if self._window.position == 0:
             self._window.take_clip(None)  # it was asked for the gradients that end here
+            self._micro_batches.drop()
             # Before the registry looks: a converted parameter that holds a gradient is refused, one that does not is
             # followed.
             super().zero_grad(set_to_none)
-            self._micro_batches.drop()
         self._registry.refresh(self._window.scale)
+        self._rest()
 
     # Boundary ------------------------------------------------------------------------------------------------------
 
@@ -214,6 +247,8 @@ class FusedAccumOptimizer(ReportingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._capture.flush()
+        if self._reduction is not None:
+            self._reduction.check_alive()
         self._registry.refresh(self._window.scale)
         if self._only_makes_state():
             self._window.advance()
@@ -221,29 +256,21 @@ class FusedAccumOptimizer(ReportingOptimizer):
             self._run_boundary()
             return loss
         if self._window.would_end():
-            self._refuse_nonfinite()
+            self._prepare_boundary()
         if self._window.advance():
             self._run_boundary()
+        self._rest()
         return loss
-
-    def _only_makes_state(self) -> bool:
-        """Whether ``torch.distributed.checkpoint`` makes the state exist before it reads or loads it: it steps once
-        with zeros for gradients and learning rates. Taken for a micro-batch, that would shift all windows by one."""
-        if self._window.accumulation_steps is None or self._window.position > 0 or self.inner.state:
-            return False
-        for group in self.param_groups:
-            lr = group.get("lr", 1.0)
-            if (isinstance(lr, Tensor) and lr.device.type != "cpu") or lr != 0:
-                return False
-        slots = self._registry.slots.items()
-        return any(param.grad is not None and param.grad is not slot.view for param, slot in slots)
 
     @torch.no_grad()
     def flush(self) -> bool:
         """Steps a short last window: the gradients are divided by the micro-batches it really had.
 
+        With a ``process_group`` all ranks call it, and it takes part in the windows of those that have more
+        micro-batches until they call it too.
+
         Returns:
-            Whether there was an open window. Call it at the end of every epoch.
+            Whether there was an open window, on any rank. Call it at the end of every epoch.
 
         Raises:
             RuntimeError: without ``accumulation_steps`` there is no window to end; every ``step()`` is a boundary.
@@ -251,71 +278,25 @@ class FusedAccumOptimizer(ReportingOptimizer):
         validate.check_has_window(self._window.accumulation_steps, "flush")
         self._capture.flush()
         self._registry.refresh(self._window.scale)
+        if self._reduction is not None:
+            return self._flush_with_others()
         if self._window.position > 0:
-            self._refuse_nonfinite()
+            self._prepare_boundary()
         if not self._window.close():
             return False
         self._run_boundary()
         return True
 
-    def _refuse_nonfinite(self) -> None:
-        if self._options["nonfinite"] != "raise" or torch.isfinite(self._boundary.norm((1.0, 1.0, 1.0))):
-            return
-        names = self._boundary.nonfinite_names()
-        raise FloatingPointError(
-            f"the accumulated gradient of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''} holds an inf "
-            "or NaN; accepted with nonfinite='raise': finite gradients. Nothing was stepped, and the window is as it "
-            "was: reset() drops it"
-        )
-
-    def _run_boundary(self) -> None:
-        max_norm = self._window.take_clip(self.max_grad_norm)
-        if self._window.open.has_weights and self._boundary.was_written():
-            warnings.warn(
-                "fusedaccum: .grad was written to in a window of weighted micro-batches, where it holds the weighted "
-                "sum, not the mean. A clip by torch.nn.utils.clip_grad_norm_ is wrong there; use max_grad_norm or "
-                "optimizer.clip_grad_norm_",
-                stacklevel=4,
-            )
-        self._boundary.run(self._window.totals(), max_norm, self.grad_scale, self._given_found_inf)
-        self._window.start_afresh(is_spent=self._window.open.has_weights)
-
     @torch.no_grad()
     def reset(self) -> None:
         """Drops an open window and its gradients, with a warning that counts the micro-batches lost."""
         self._capture.flush()
+        self._micro_batches.check_droppable()
         self._window.warn_if_open()
         self._window.close()
         self._window.take_clip(None)
         super().zero_grad()
         self._micro_batches.drop()
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clips at the coming boundary, and returns the norm now, from the partials: no pass over the gradients.
-
-        Unlike ``torch.nn.utils.clip_grad_norm_``, which works too at the price of one pass, it leaves ``.grad`` as it
-        is. A call that is not followed by a boundary has no effect. Overrides ``max_grad_norm`` for one boundary.
-
-        Args:
-            max_norm: 0 or more.
-            norm_type: 2.
-            error_if_nonfinite: wait for the device and raise RuntimeError if the norm is not finite.
-
-        Returns:
-            0-dim float32 tensor, the norm before clipping.
-        """
-        validate.check_clip(max_norm, norm_type)
-        self._capture.flush()
-        self._registry.refresh(self._window.scale)
-        norm = self._boundary.norm(self._window.totals_so_far())
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(
-                f"clip_grad_norm_: the norm of the gradients is {norm.item()}; accepted: finite. "
-                "With error_if_nonfinite=False the step is skipped"
-            )
-        self._window.request_clip(float(max_norm))
-        return norm
 
     # State ---------------------------------------------------------------------------------------------------------
 
@@ -326,8 +307,12 @@ class FusedAccumOptimizer(ReportingOptimizer):
         The tensors are the live ones, as in torch.
         """
         self._capture.flush()
+        if self._reduction is not None:
+            self._reduction.check_own()
         held = checkpoint.without_unused_momentum(super().state_dict(), self.param_groups, self._registry)
-        return {**held, resume.KEY: resume.save(self.param_groups, self._registry, self._window)}
+        held = {**held, resume.KEY: resume.save(self.param_groups, self._registry, self._window)}
+        self._rest()
+        return held
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, open_window: str = "restore") -> None:
@@ -343,8 +328,11 @@ class FusedAccumOptimizer(ReportingOptimizer):
         """
         self._capture.flush()
         resume.check(state_dict, self.param_groups, self._window, open_window)
+        if self._reduction is not None:
+            self._reduction.drop()
         checkpoint.load(self, self._registry, self._boundary, state_dict)
         resume.load(self.param_groups, self._registry, self._window, state_dict, open_window == "restore")
+        self._rest()
 
     def sync_masters(self) -> None:
         """Takes the parameters' present values into their masters.
@@ -370,12 +358,9 @@ class FusedAccumOptimizer(ReportingOptimizer):
         """Copies and pickles as the wrapped optimizer and the options; the copy wraps its own parameters anew."""
         if self._window.position > 0:
             warnings.warn(self._window.describe("is not part of the copy"), stacklevel=2)
-        options = {
-            **self._options,
-            "accumulation_steps": self._window.accumulation_steps,
-            "max_grad_norm": self.max_grad_norm,
-        }
-        return _rebuild, (self.inner, options)
+        if self._options["process_group"] is not None:
+            raise TypeError("the optimizer has a process_group; accepted: copies of optimizers that have none")
+        return _rebuild, (self.inner, {**self._options, "max_grad_norm": self.max_grad_norm})
 
     def __repr__(self) -> str:
         steps = self._window.accumulation_steps
