@@ -96,9 +96,7 @@ def _wire_bytes() -> int:
 def _rank(rank: int, folder: Path, n_rounds: int) -> None:
     """One of the two processes; rank 0 leaves ``FOLDER/rows.json``."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(folder / "store"), N_RANKS), rank=rank, world_size=N_RANKS
-    )
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), N_RANKS), rank=rank, world_size=N_RANKS)
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         ways = {

@@ -1,8 +1,7 @@
-"""A rank of a training run that saves after every micro-batch and goes on where all ranks can.
+"""A rank of a training run of which rank 1 kills itself.
 
-``python train_worker.py FOLDER N_MICRO_BATCHES DIES_AT`` under torchrun. Rank 1 of the first attempt kills itself
-before micro-batch DIES_AT (-1: never). Each rank leaves its parameters' bits in FOLDER/final-RANK.pt; one that loses
-another leaves what it then sees in FOLDER/lost-RANK.json, and fails.
+``python fault_worker.py FOLDER N_MICRO_BATCHES DIES_AT``, with RANK, WORLD_SIZE and STORE in the environment. Rank 1
+dies before micro-batch DIES_AT; the others leave what they then see in FOLDER/lost-RANK.json, and fail.
 """
 
 from __future__ import annotations
@@ -32,26 +31,13 @@ def bits_of(tensors: list[Tensor]) -> bytes:
     return torch.cat([each.detach().contiguous().view(torch.uint8).view(-1) for each in tensors]).numpy().tobytes()
 
 
-def last_common(folder: Path, n_ranks: int) -> int:
-    """The micro-batch after which every rank has a checkpoint; 0 for none."""
-    have = [{int(path.stem.split("-")[2]) for path in folder.glob(f"at-{rank}-*.pt")} for rank in range(n_ranks)]
-    return max(set.intersection(*have), default=0)
-
-
-def _place() -> dict[str, int]:
-    return {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-
-
 def train(folder: Path, n_micro_batches: int, dies_at: int) -> None:
     """See the module's text."""
     torch.set_num_threads(1)
-    # Without torchrun, whose agent would kill a survivor before it has said what it sees.
-    store = os.environ.get("FUSEDACCUM_TEST_STORE")
+    rank, n_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
-        "gloo", init_method=store, timeout=timedelta(seconds=30), **_place() if store else {}
-    )  # fmt: skip
-    rank, n_ranks = dist.get_rank(), dist.get_world_size()
-    is_first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        "gloo", init_method=os.environ["STORE"], rank=rank, world_size=n_ranks, timeout=timedelta(seconds=30)
+    )
     torch.manual_seed(5)
     model = mlp(torch.bfloat16)
     data = [torch.randn(5, 7, dtype=torch.bfloat16) for _ in range(n_micro_batches * n_ranks)][rank::n_ranks]
@@ -59,16 +45,9 @@ def train(folder: Path, n_micro_batches: int, dies_at: int) -> None:
         model, accumulation_steps=K, max_grad_norm=0.05, loss_scale="dynamic", overlap=True, bucket_bytes=100,
         process_group=dist.group.WORLD,
     )  # fmt: skip
-    begin = last_common(folder, n_ranks)
-    dist.barrier()  # nobody writes while another looks
-    if begin:
-        held = torch.load(folder / f"at-{rank}-{begin}.pt", weights_only=True)
-        model.load_state_dict(held["model"])
-        optimizer.load_state_dict(held["optimizer"])
-    (folder / f"began-{rank}.txt").open("a").write(f"{begin}\n")
     at_boundary = bits_of(list(model.parameters()))
-    for at in range(begin, n_micro_batches):
-        if at == dies_at and rank == 1 and is_first_attempt:
+    for at in range(n_micro_batches):
+        if at == dies_at and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
         try:
@@ -80,12 +59,6 @@ def train(folder: Path, n_micro_batches: int, dies_at: int) -> None:
         optimizer.zero_grad()
         if optimizer.stepped:
             at_boundary = bits_of(list(model.parameters()))
-        unfinished = folder / f"{rank}.new"
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, unfinished)
-        os.replace(unfinished, folder / f"at-{rank}-{at + 1}.pt")
-    torch.save([param.detach() for param in model.parameters()], folder / f"final-{rank}.pt")
-    optimizer.flush()
-    dist.destroy_process_group()
 
 
 def _report_loss(
