@@ -21,11 +21,12 @@ $(STAMP): pyproject.toml setup.py $(wildcard csrc/*.h csrc/cpu/* csrc/cuda/*)
 demo: install
 	$(BIN)/python -m bench.demo $(DEMO)
 
+# One process a processor, so each with one thread; tests of threads set their own number.
 test: install
-	$(BIN)/python -m pytest $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical $(PYTEST)
 
 bench: install
-	$(BIN)/python -m bench
+	$(BIN)/python -m bench --quick $(BENCH)
 
 lint: install
 	$(BIN)/ruff check .

@@ -8,54 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedaccum import FusedAccumOptimizer
 from fusedaccum.optimizer import DEFAULT_BUCKET_BYTES
 
+from .memory import allocations, op_calls, peak
 from .providers import Delivery
 from .shapes import gpt2_124m, gradients, n_elems, parameters
 
 
-class _OpCalls(TorchDispatchMode):
-    """Counts calls of our ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.n_calls += func.namespace == "fusedaccum"
-        return func(*args, **(kwargs or {}))
+def _sizes(run: Callable[[], object]) -> list[int]:
+    return [n_bytes for _, n_bytes in allocations(run)]
 
 
-def _op_calls(run: Callable[[], object]) -> int:
-    with _OpCalls() as calls:
-        run()
-    return calls.n_calls
-
-
-def _allocations(run: Callable[[], object]) -> list[int]:
-    """Bytes of each allocation (positive) and release (negative) by torch during ``run``, in order."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    events = profiler.profiler.kineto_results.events()
-    memory = sorted(
-        (event.start_ns(), i, event.nbytes()) for i, event in enumerate(events) if event.name() == "[memory]"
-    )
-    return [n_bytes for _, _, n_bytes in memory]
-
-
-def _peak(allocations: list[int]) -> int:
-    peak = alive = 0
-    for n_bytes in allocations:
-        alive += n_bytes
-        peak = max(peak, alive)
-    return peak
-
-
-class _Make(torch.autograd.Function):
+class Make(torch.autograd.Function):
     """A use of a parameter whose backward makes a new gradient, as a layer's does, and nothing else."""
 
     @staticmethod
@@ -86,20 +52,20 @@ class Counts:
         delivery = Delivery(gradients(shapes), params)
         delivery.prepare()
         # The first micro-batch allocates the accumulator, and next to it nothing of a parameter's size.
-        first = _allocations(delivery.run)
+        first = _sizes(delivery.run)
         smallest = 4 * n_elems(shapes) // 2
         self.acc_bytes_a_param = sum(n_bytes for n_bytes in first if n_bytes > smallest) / n_elems(shapes)
         optimizer.step()
 
         delivery.prepare()
-        self.micro_batch_calls = _op_calls(delivery.run)
+        self.micro_batch_calls = op_calls(delivery.run, "fusedaccum")
         self.micro_batch_bound = math.ceil(2 * n_elems(shapes) / DEFAULT_BUCKET_BYTES) + 1
-        self.boundary_calls = _op_calls(optimizer.step)
+        self.boundary_calls = op_calls(optimizer.step, "fusedaccum")
 
         loss = torch.zeros(())
         for param in params:
-            loss = _Make.apply(loss, param)
-        self.backward_peak_bytes = _peak(_allocations(loss.backward))
+            loss = Make.apply(loss, param)
+        self.backward_peak_bytes = peak(_sizes(loss.backward))
         self.backward_bound_bytes = DEFAULT_BUCKET_BYTES + max(2 * param.numel() for param in params)
-        self.boundary_peak_bytes = _peak(_allocations(optimizer.step))
+        self.boundary_peak_bytes = peak(_sizes(optimizer.step))
         self.partials_bytes = sum(8 * math.ceil(param.numel() / 32768) for param in params)

@@ -101,7 +101,7 @@ class Wrapped(Way):
     def __init__(self, model: nn.Module, lr: float) -> None:
         super().__init__(model, lr)
         self.optimizer = FusedAccumOptimizer(
-            self.adamw(self.params), accumulation_steps=MICRO_BATCHES, max_grad_norm=MAX_NORM
+            self.adamw(self.params), accumulation_steps=MICRO_BATCHES, max_grad_norm=MAX_NORM, statistics=True
         )
 
     def micro_batch(self, loss: Tensor) -> None:

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fusedaccum import backends
+
 if TYPE_CHECKING:
     from .gpu_timing import Row
 
@@ -33,7 +35,16 @@ RESULTS = Path(__file__).parent / "results"
 TOTAL_S = 470.0
 # Nothing new is timed after this; what has begun may compile for a while yet.
 TIMING_STARTS_S = 360.0
-OP_TESTS = ("test_op_accumulate", "test_op_finalize", "test_op_step", "test_op_refusals", "test_isa", "test_cuda_graph")
+OP_TESTS = (
+    "test_op_accumulate",
+    "test_op_micro",
+    "test_op_finalize",
+    "test_op_window",
+    "test_op_step",
+    "test_op_refusals",
+    "test_isa",
+    "test_cuda_graph",
+)
 
 
 @dataclass(frozen=True)
@@ -151,6 +162,17 @@ def check(run: Run, dry: bool) -> None:
         run.add(f"parity: {one.name}", "ok" if one.problem is None else "failed", one.problem or "", since)
 
     gpu_parity.run(run.device, 3 if dry else 1000, report)
+    missing = "dry run" if dry else backends.why_not("triton", run.device)
+    if missing is not None:
+        run.add("parity, triton", "not run", missing, time.perf_counter())
+    else:
+
+        def report_triton(one: gpu_parity.Check) -> None:
+            since = time.perf_counter() - one.time_s
+            run.add(f"parity, triton: {one.name}", "ok" if one.problem is None else "failed", one.problem or "", since)
+
+        with gpu_parity.gpu_backend("triton"):  # the first launches compile
+            gpu_parity.run(run.device, 300, report_triton)
     since = time.perf_counter()
     if dry:
         run.add("op tests, compute-sanitizer", "not run", "dry run", since)
@@ -160,8 +182,10 @@ def check(run: Run, dry: bool) -> None:
     else:
         tests = [f"tests/{name}.py" for name in OP_TESTS]
         # On the machine's GPU: at least one test must have run.
-        options = ["-q", "-k", "cuda", "-p", "no:cacheprovider"]
+        options = ["-q", "-k", "(cuda or triton) and not interpreted", "-p", "no:cacheprovider"]
         run.command("op tests", [sys.executable, "-m", "pytest", *options, *tests], 150, r"\d+ passed")
+        agree = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_backends_agree.py"]
+        run.command("backends agree", agree, 75, r"\d+ passed")
     commands = sanitizer_commands(run.device)
     if not commands:
         run.add("compute-sanitizer", "not run", "compute-sanitizer is not installed", time.perf_counter())

@@ -1,4 +1,4 @@
-"""Whether the CUDA backend computes on a GPU what the compiled library computes on the CPU, bit by bit.
+"""Whether the CUDA backend, or Triton's, computes on a GPU what the compiled library computes on the CPU, bit by bit.
 
 Each check is a function of (device, scale) that returns what is wrong, or None. On a CPU device the checks run against
 the CPU's own library, carried through the same code: that proves the checks, and nothing about a GPU.
@@ -10,7 +10,8 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fusedaccum import FusedAccumOptimizer, layout, selftest
+from fusedaccum import FusedAccumOptimizer, LossScale, layout, selftest
 from fusedaccum.backends import Backend, choose
 
 from .on_device import on_device
@@ -40,9 +41,28 @@ class Check:
     time_s: float
 
 
+_of_a_gpu = "cuda"
+
+
+@contextmanager
+def gpu_backend(name: str) -> Iterator[None]:
+    """Everything here, and the timing, takes another backend than ``cuda`` on a GPU."""
+    global _of_a_gpu
+    before, _of_a_gpu = _of_a_gpu, name
+    try:
+        yield
+    finally:
+        _of_a_gpu = before
+
+
+def kind_of(device: torch.device) -> str:
+    """The name of the backend that is looked at."""
+    return _of_a_gpu if device.type == "cuda" else "native"
+
+
 def backend_of(device: torch.device) -> Backend:
-    """The compiled backend of ``device``, never a fallback."""
-    return choose(device, "cuda" if device.type == "cuda" else "native")
+    """The backend that is looked at on ``device``, never a fallback."""
+    return choose(device, kind_of(device))
 
 
 def first_difference(what: str, found: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
@@ -93,14 +113,15 @@ def many_tensors(device: torch.device, scale: int) -> str | None:
     results = []
     for backend, where in ((backend_of(device), device), (choose(CPU, "native"), CPU)):
         acc = torch.zeros(places.n_elems, device=where)
-        partials = torch.zeros(places.n_chunks, dtype=torch.float64, device=where)
+        partials, micro_partials = (torch.zeros(places.n_chunks, dtype=torch.float64, device=where) for _ in range(2))
+        factor = torch.full((1,), 0.7, dtype=torch.float64, device=where)
         table, there = rows.to(where), [grad.to(where) for grad in grads]
-        for first in (1, 0):
-            backend.accumulate_(acc, partials, table, there, slots, [first] * len(slots), 0.3)
+        for first, micro in ((1, micro_partials), (0, micro_partials), (0, None)):
+            backend.accumulate_(acc, partials, micro, table, there, slots, [first] * len(slots), 0.3, factor)
         kept = partials.clone()
         backend.measure_(partials, acc, table, slots, sizes)
-        results.append([acc, kept, partials])
-    return first_difference("(acc, partials, measured)", *results)
+        results.append([acc, kept, partials, micro_partials])
+    return first_difference("(acc, partials, measured, micro_partials)", *results)
 
 
 OPTIMIZERS: dict[str, Callable[[list[Parameter]], torch.optim.Optimizer]] = {
@@ -115,29 +136,42 @@ class Training:
 
     Args:
         dtype: of the parameters and gradients.
+        loss_scale: where given, micro-batches are weighted too, by a number that only the device knows.
     """
 
-    def __init__(self, name: str, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        shapes: Sequence[Shape],
+        dtype: torch.dtype,
+        device: torch.device,
+        loss_scale: LossScale | None = None,
+    ) -> None:
         random = torch.Generator().manual_seed(1)
         values = [torch.randn(shape, generator=random) for shape in shapes]
         self.params = [Parameter(value.to(device, dtype)) for value in values]
         self.inputs = [torch.zeros_like(param, requires_grad=False) for param in self.params]
         inner = OPTIMIZERS[name](self.params)
-        kind = "cuda" if device.type == "cuda" else "native"
-        self.optimizer = FusedAccumOptimizer(inner, accumulation_steps=K, max_grad_norm=1.0, backend=kind)
+        kind = kind_of(device)
+        self.optimizer = FusedAccumOptimizer(
+            inner, accumulation_steps=K, max_grad_norm=1.0, backend=kind, loss_scale=loss_scale
+        )
+        self.weight = None if loss_scale is None else torch.ones((), device=device)
 
     def feed(self, seed: int) -> None:
         """New inputs, from the CPU's generator, written in place."""
         random = torch.Generator().manual_seed(seed)
         for held in self.inputs:
             held.copy_(torch.randn(held.shape, generator=random))
+        if self.weight is not None:
+            self.weight.fill_(2.0 ** (seed % 3))
 
     def window(self) -> None:
         """K micro-batches and their boundary; the k-th gradient is the input times 2^k, which is exact."""
         for k in range(K):
             # Each product's gradient is its input: no sum of values takes part, whose order a device might choose.
             loss = torch.stack([(p * (x * 2.0**k)).sum() for p, x in zip(self.params, self.inputs, strict=True)]).sum()
-            loss.backward()
+            self.optimizer.backward(loss, weight=self.weight)
             self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -145,7 +179,8 @@ class Training:
         """Parameters, all state, and the norm."""
         state = [self.optimizer.state[param] for param in self.params]
         held = [value for entry in state for _, value in sorted(entry.items()) if isinstance(value, Tensor)]
-        return [*self.params, *held, self.optimizer.grad_norm, self.optimizer.found_inf]
+        said = [self.optimizer.grad_norm, self.optimizer.found_inf, self.optimizer.loss_scale]
+        return [*self.params, *held, *said]
 
 
 def training(device: torch.device, scale: int, name: str, dtype: torch.dtype) -> str | None:
@@ -176,24 +211,23 @@ def model_sized(device: torch.device, scale: int) -> str | None:
 
 
 def captured_window(device: torch.device, scale: int) -> str | None:
-    """K micro-batches and the boundary in one CUDA graph, replayed with other gradients: as without the graph.
+    """K micro-batches and the boundary in one CUDA graph, with a dynamic loss scale and weights that only the device
+    knows, replayed with other gradients and weights: as without the graph.
 
     The wrapper is made on the default stream, warmed up on a side stream, and captured. On a CPU device there is no
     graph, and the window is run in its place.
     """
     shapes: list[Shape] = [(33, 5), (layout.CHUNK + 1,), *[(7,)] * scale]
-    runs = [Training("adamw", shapes, torch.bfloat16, device) for _ in range(2)]
-    seeds = [0, 1, 2, 3, 4, 5]
-    for seed in seeds:
-        runs[1].feed(seed)
-        runs[1].window()
-    captured = runs[0]
+    loss_scale = LossScale(2.0**4, growth_interval=2)
+    captured, plain = (Training("adamw", shapes, torch.bfloat16, device, loss_scale) for _ in range(2))
+    # (seed, whether an infinity is put in): the device alone decides to skip, and moves the scale.
+    warm_up, replayed = [(0, False), (1, False), (2, False)], [(3, False), (4, True), (4, False), (5, False)]
     replay: Callable[[], Any] = captured.window
     if device.type == "cuda":
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for seed in seeds[:3]:
+            for seed, _ in warm_up:
                 captured.feed(seed)
                 captured.window()
         torch.cuda.current_stream().wait_stream(side)
@@ -202,21 +236,28 @@ def captured_window(device: torch.device, scale: int) -> str | None:
             captured.window()
         replay = graph.replay
     else:
-        for seed in seeds[:3]:
+        for seed, _ in warm_up:
             captured.feed(seed)
             captured.window()
-    for seed in seeds[3:]:
-        captured.feed(seed)
-        if seed == 4:  # a skip is decided on the device
-            kept = [value.detach().clone() for value in captured.results()[: len(shapes)]]
-            captured.inputs[0][0] = torch.inf
-            replay()
-            problem = first_difference("parameters after a skipped window", captured.params, kept)
+    for seed, _ in warm_up:
+        plain.feed(seed)
+        plain.window()
+    for seed, is_spoilt in replayed:
+        for training_run, run_window in ((captured, replay), (plain, plain.window)):
+            training_run.feed(seed)
+            if is_spoilt:
+                training_run.inputs[0][0] = torch.inf
+            kept = [param.detach().clone() for param in training_run.params]
+            run_window()
+            problem = (
+                first_difference("a skipped window's parameters", training_run.params, kept) if is_spoilt else None
+            )
             if problem is not None:
                 return problem
-            captured.feed(seed)
-        replay()
-    return first_difference("(parameters, states, norm, found_inf)", captured.results(), runs[1].results())
+        problem = first_difference("(parameters, states, norm, found_inf, scale)", captured.results(), plain.results())
+        if problem is not None:
+            return problem
+    return None
 
 
 CHECKS: dict[str, Callable[[torch.device, int], str | None]] = {

@@ -19,13 +19,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedaccum import FusedAccumOptimizer, layout
+from fusedaccum.backends import why_not
 
-from .gpu_parity import backend_of
+from .gpu_parity import backend_of, gpu_backend, kind_of
 from .shapes import Shape, gpt2_124m, n_elems
 
 SCALE = 0.25  # a power of two: the first result is exact, whichever way it is computed
 LR, WEIGHT_DECAY, EPS, MAX_NORM = 1e-3, 0.1, 1e-8, 1.0
-OURS, CEILING = "fusedaccum", "copy"
+OURS, STATISTICS, CEILING = "fusedaccum", "fusedaccum, statistics", "copy"
+TRITON = "fusedaccum, triton"
 ROUNDS = 30
 MIN_ROUNDS = 5
 # A timed stretch moves at least this much, so that the events themselves do not count.
@@ -171,7 +173,7 @@ def accumulate_ways(case: Case, timer: Timer, n_sets: int) -> list[Way]:
     table = torch.tensor([places.add(math.prod(shape)).row(0) for shape in shapes]).to(device)
     backend = backend_of(device)
     flat = [torch.zeros(places.n_elems, device=device) for _ in range(n_sets)]
-    partials = torch.zeros(places.n_chunks, dtype=torch.float64, device=device)
+    partials, micro_partials = (torch.zeros(places.n_chunks, dtype=torch.float64, device=device) for _ in range(2))
     views = [
         [acc[p.offset_elems :][: p.n_elems].view(s) for p, s in zip(places.placements, shapes, strict=True)]
         for acc in flat
@@ -179,7 +181,10 @@ def accumulate_ways(case: Case, timer: Timer, n_sets: int) -> list[Way]:
     slots, first = list(range(len(shapes))), [0] * len(shapes)
 
     def ours(i: int) -> None:
-        backend.accumulate_(flat[i], partials, table, grads[i], slots, first, SCALE)
+        backend.accumulate_(flat[i], partials, None, table, grads[i], slots, first, SCALE, None)
+
+    def ours_with_statistics(i: int) -> None:
+        backend.accumulate_(flat[i], partials, micro_partials, table, grads[i], slots, first, SCALE, None)
 
     def naive(i: int) -> None:
         for acc, grad in zip(views[i], grads[i], strict=True):
@@ -189,7 +194,22 @@ def accumulate_ways(case: Case, timer: Timer, n_sets: int) -> list[Way]:
         torch._foreach_add_(views[i], grads[i], alpha=SCALE)
 
     # Naive: the cast reads 2 and writes 4, the product 4 and 4, the sum 8 and 4. All ways share the accumulators.
-    ways = [Way(OURS, ours, 10), Way("naive", naive, 26), Way("foreach", foreach, 10)]
+    ways = [
+        Way(OURS, ours, 10),
+        Way(STATISTICS, ours_with_statistics, 10),
+        Way("naive", naive, 26),
+        Way("foreach", foreach, 10),
+    ]
+    if timer.is_gpu and why_not("triton", device) is None:
+        with gpu_backend("triton"):
+            triton = backend_of(device)
+        ways.append(
+            Way(
+                TRITON,
+                lambda i: triton.accumulate_(flat[i], partials, None, table, grads[i], slots, first, SCALE, None),
+                10,
+            )
+        )
     if case.compiled:
         compiled = torch.compile(
             lambda accs, gs: [acc.add_(g.float() * SCALE) for acc, g in zip(accs, gs, strict=True)]
@@ -213,8 +233,7 @@ def _wrapped(shapes: Sequence[Shape], device: torch.device, seed: int) -> tuple[
     """A wrapper that holds accumulated gradients and keeps them, so that ``step`` can be run again and again."""
     params = [Parameter(grad * 0.02) for grad in _gradients(shapes, device, seed + 1000)]
     inner = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, eps=EPS)
-    kind = "cuda" if device.type == "cuda" else "native"
-    optimizer = FusedAccumOptimizer(inner, max_grad_norm=MAX_NORM, backend=kind)
+    optimizer = FusedAccumOptimizer(inner, max_grad_norm=MAX_NORM, backend=kind_of(device))
     inputs = _gradients(shapes, device, seed)
     torch.stack([(param * x).sum() for param, x in zip(params, inputs, strict=True)]).sum().backward()
     return params, optimizer
@@ -238,6 +257,13 @@ def boundary_ways(case: Case, timer: Timer, n_sets: int) -> list[Way]:
     ours = [_wrapped(shapes, device, seed) for seed in range(n_sets)]
     ways = [Way(OURS, lambda i: ours[i][1].step(), 30)]
     ours[0][1].step()
+    if timer.is_gpu and why_not("triton", device) is None:
+        with gpu_backend("triton"):
+            theirs = [_wrapped(shapes, device, seed) for seed in range(n_sets)]
+        theirs[0][1].step()
+        masters = [theirs[0][1].state[p]["master_param"] for p in theirs[0][0]]
+        _check_first_step(TRITON, theirs[0][0], masters, shapes, device)
+        ways.append(Way(TRITON, lambda i: theirs[i][1].step(), 30))
     params = ours[0][0]
     _check_first_step(OURS, params, [ours[0][1].state[p]["master_param"] for p in params], shapes, device)
     kinds: dict[str, dict[str, bool]] = {"fused": {"fused": True}, "foreach": {"foreach": True}}
@@ -294,10 +320,10 @@ def _check_first_step(
             raise AssertionError(f"{name}: a parameter is not its rounded master")
 
 
-# Bytes alive for each element and set: gradients, accumulator and copy; states of up to five providers and copy.
+# Bytes alive for each element and set: gradients, accumulator and copy; states of up to six providers and copy.
 OPS: dict[str, tuple[Callable[[Case, Timer, int], list[Way]], int, int]] = {
     "accumulate": (accumulate_ways, 10, 6 + 10 + 8),
-    "boundary": (boundary_ways, 30, 5 * 24 + 30 + 8),
+    "boundary": (boundary_ways, 30, 6 * 24 + 30 + 8),
 }
 
 

@@ -1,4 +1,4 @@
-"""Timing of providers in turn, and the rows that come of it.
+"""Timing of providers in turn.
 
 A machine's memory bandwidth drifts between minutes, so two providers are only compared within one run, in which they
 take turns: every round runs each of them once.
@@ -13,21 +13,30 @@ import platform
 import resource
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import fusedaccum.backends
 from fusedaccum import __version__
 
 MIN_ROUNDS = 5
+OURS, PEER, PROBE = "ours", "peer", "probe"
+"""Roles. Ours is the backend that ``auto`` chooses; another backend of ours is a peer of it."""
+FP32, LESS = "fp32", "less"
+"""What a result is exact to: fp32 arithmetic, or less (a 16-bit sum, an approximation)."""
 
 
 def _nothing(*_: object) -> None:
     pass
+
+
+def _no_tensors() -> Iterable[Tensor]:
+    return ()
 
 
 @dataclass
@@ -39,6 +48,11 @@ class Provider:
         prepare: runs before each ``run``, untimed.
         bytes_an_element: that ``run`` has to move, as the loads and stores of its passes; 0 where it is all overhead.
         collect_garbage: leaves Python's garbage collector on during ``run``, as in a user's program.
+        role: ``OURS``, ``PEER`` or ``PROBE``.
+        precision: ``FP32`` or ``LESS``.
+        held: the tensors it keeps between runs, besides parameters and gradients, which all providers have.
+        repeats: times that one ``run`` does the op.
+        compiled: ``torch.compile`` made it; what it calls cannot be counted.
     """
 
     name: str
@@ -47,6 +61,11 @@ class Provider:
     dtypes: str = "bf16 -> fp32"
     bytes_an_element: int = 0
     collect_garbage: bool = False
+    role: str = PEER
+    precision: str = FP32
+    held: Callable[[], Iterable[Tensor]] = _no_tensors
+    repeats: int = 1
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,20 +77,24 @@ class Run:
 
 
 def run_once(provider: Provider) -> Run:
-    """One prepared run."""
+    """One prepared run. ``time_ms`` is that of one of its repeats."""
+    # What runs on a GPU is over when the GPU is done.
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else _nothing
     provider.prepare()
     if not provider.collect_garbage:
         gc.disable()
     try:
+        wait()
         switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         start = time.perf_counter()
         provider.run()
+        wait()
         time_ms = (time.perf_counter() - start) * 1e3
         switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches
     finally:
         gc.enable()
     # The kernel's own housekeeping takes a turn now and then; a busy neighbour takes one every few milliseconds.
-    return Run(time_ms, switches > 1 + time_ms / 20)
+    return Run(time_ms / provider.repeats, switches > 1 + time_ms / 20)
 
 
 @dataclass(frozen=True)
@@ -122,67 +145,33 @@ def gathered(rounds: Sequence[dict[str, Run]]) -> Samples:
 
 
 def take_turns(
-    providers: Sequence[Provider], budget_s: float, progress: Callable[[float], object] = _nothing
+    providers: Sequence[Provider],
+    budget_s: float,
+    progress: Callable[[float], object] = _nothing,
+    min_rounds: int = MIN_ROUNDS,
 ) -> Samples:
     """Rounds until ``budget_s`` is spent, after one to warm up.
 
     Args:
         progress: called with the fraction of the budget that is spent.
+        min_rounds: rounds that are made however long they take.
     """
     one_round(providers)
     rounds: list[dict[str, Run]] = []
     start = time.perf_counter()
     spent_s = 0.0
-    while len(rounds) < MIN_ROUNDS or spent_s < budget_s:
+    while len(rounds) < min_rounds or spent_s < budget_s:
         rounds.append(one_round(providers, len(rounds)))
         spent_s = time.perf_counter() - start
         progress(min(1.0, spent_s / budget_s))
     return gathered(rounds)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One provider's time for one op, in the order of the columns of ``timings.csv``.
-
-    ``disturbed``: see ``Samples``. ``ratio``: its median over that of the op's first provider, which is ours.
-    """
-
-    op: str
-    provider: str
-    dtypes: str
-    n: int
-    bytes_moved: int
-    rounds: int
-    disturbed: bool
-    median_ms: float
-    p20_ms: float
-    p80_ms: float
-    gb_per_s: float
-    ratio: float
-    device: str
-    versions: str
-    commit: str
-    date: str
-
-
-def rows(op: str, providers: Sequence[Provider], n: int, samples: Samples) -> list[Row]:
-    """The rows of one op."""
-    where = environment()
-    result = []
-    for provider in providers:
-        times = samples.times_ms[provider.name]
-        p20, median, p80 = (float(q) for q in np.percentile(times, [20, 50, 80]))
-        moved = provider.bytes_an_element * n
-        ratio_to_ours = median / samples.median_ms(providers[0].name)
-        timing = (len(times), samples.disturbed, median, p20, p80, moved / median / 1e6, ratio_to_ours)
-        result.append(Row(op, provider.name, provider.dtypes, n, moved, *timing, **where))
-    return result
-
-
 def environment() -> dict[str, str]:
     """Hardware, versions, commit and date; nothing that names the machine."""
+    gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_initialized() else ""
     return {
-        "device": f"{_cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "device": f"{gpu}{_cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "versions": (
             f"fusedaccum {__version__} ({fusedaccum.backends.cpu_library().detail}), torch {torch.__version__}, "
             f"Python {platform.python_version()}"
@@ -210,8 +199,3 @@ def _commit() -> str:
         return git("rev-parse", "--short", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def as_columns(row: Row) -> dict[str, object]:
-    """The row for a file: six digits are more than the clock is worth."""
-    return {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(row).items()}

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -35,23 +36,40 @@ def library() -> ctypes.CDLL:
         return ctypes.CDLL(str(target))
 
 
-def _call(name: str, *buffers: Tensor) -> None:
-    n = buffers[0].numel()
-    assert all(buffer.numel() == n and buffer.is_contiguous() for buffer in buffers)
-    pointers = [ctypes.c_void_p(buffer.data_ptr()) for buffer in buffers]
-    library()[name](*pointers, ctypes.c_int64(n), ctypes.c_int(THREADS))
+def _address(buffer: Tensor, n: int) -> ctypes.c_void_p:
+    # Streaming stores go by whole cache lines.
+    if buffer.numel() != n or not buffer.is_contiguous() or buffer.data_ptr() % 64:
+        raise ValueError("probe: buffers are contiguous, of one size and aligned to 64 bytes")
+    return ctypes.c_void_p(buffer.data_ptr())
 
 
-def accumulate(acc: Tensor, grad: Tensor) -> None:
-    """Reads ``grad`` (n,) bfloat16, reads and writes ``acc`` (n,) float32: 10 bytes an element."""
-    _call("probe_accumulate", acc, grad)
+def add(acc: Tensor, grad: Tensor, threads: int = THREADS) -> None:
+    """Reads ``grad`` (n,), reads and writes ``acc`` (n,), each of 2 or 4 bytes an element; ``acc`` is no narrower."""
+    n = acc.numel()
+    sizes = (ctypes.c_int(acc.element_size()), ctypes.c_int(grad.element_size()))
+    library().probe_add(_address(acc, n), _address(grad, n), *sizes, ctypes.c_int64(n), ctypes.c_int(threads))
 
 
-def first(acc: Tensor, grad: Tensor) -> None:
-    """Reads ``grad`` (n,) bfloat16, writes ``acc`` (n,) float32: 6 bytes an element."""
-    _call("probe_first", acc, grad)
+def store(acc: Tensor, grad: Tensor, streaming: bool, threads: int = THREADS) -> None:
+    """Reads ``grad`` (n,) of 2 or 4 bytes an element, writes ``acc`` (n,) float32. ``streaming``: past the caches."""
+    n = acc.numel()
+    numbers = (ctypes.c_int64(n), ctypes.c_int(streaming), ctypes.c_int(threads))
+    library().probe_store(_address(acc, n), _address(grad, n), ctypes.c_int(grad.element_size()), *numbers)
 
 
-def boundary(param: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, acc: Tensor) -> None:
-    """Reads ``acc``, reads and writes the other three float32, writes ``param`` bfloat16: 30 bytes an element."""
-    _call("probe_boundary", param, master, exp_avg, exp_avg_sq, acc)
+def update(
+    param: Tensor | None, buffers: Sequence[Tensor], acc: Tensor, streaming: bool, threads: int = THREADS
+) -> None:
+    """Reads ``acc``, reads and writes ``buffers`` (master and one or two states), all (n,) float32; writes ``param``,
+    (n,) of 2 bytes an element, if there is one."""
+    n = acc.numel()
+    addresses = (ctypes.c_void_p * len(buffers))(*(_address(buffer, n).value for buffer in buffers))
+    library().probe_update(
+        None if param is None else _address(param, n),
+        addresses,
+        ctypes.c_int(len(buffers) - 1),
+        _address(acc, n),
+        ctypes.c_int64(n),
+        ctypes.c_int(streaming),
+        ctypes.c_int(threads),
+    )

@@ -1,27 +1,98 @@
-"""The ways to do each op, ours first. Each function checks its provider's result before it hands it out.
+"""What the providers of all ops share: what they are given, delivery of gradients by autograd, and checks.
 
-Gradients are normal values in bfloat16 and the scale is a power of two, so that three additions are exact in fp32 and
-rounded once in bfloat16: results are compared bit by bit.
+Gradients are values of bfloat16 and the scale is a power of two, so that three additions are exact in fp32 and rounded
+once in 16 bits: results are compared bit by bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+import fusedaccum.backends
 from fusedaccum import FusedAccumOptimizer
 
-from . import probe
+from . import shapes as model_shapes
 from .measure import Provider
-from .shapes import Shape, gradients, parameters
+from .shapes import Shape, n_elems
 
 SCALE = 0.25
-LR, WEIGHT_DECAY, MAX_NORM = 1e-3, 0.1, 1.0
-OURS = "fusedaccum"
+LR, WEIGHT_DECAY, MOMENTUM, MAX_NORM = 1e-3, 0.1, 0.9, 1.0
+EPS, BETAS = 1e-8, (0.9, 0.999)
+NAME = "fusedaccum"
+CPU = torch.device("cpu")
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class AbsentError(Exception):
+    """A provider that cannot take part, and why."""
+
+
+Makers = dict[str, Callable[[], Provider]]
+"""Name -> builds and checks a provider."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the providers of a case work on.
+
+    Attributes:
+        dtype: of parameters and gradients.
+        n_groups: param_groups of an optimizer, of equal numbers of parameters.
+        rule: "AdamW" or "SGD" (with momentum).
+        clips: whether a boundary clips the norm.
+        wide: whether the slow providers take part too.
+    """
+
+    shapes: Sequence[Shape]
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device = CPU
+    n_groups: int = 1
+    rule: str = "AdamW"
+    clips: bool = True
+    micro_batches: int = 1
+    wide: bool = False
+
+    @property
+    def n(self) -> int:
+        return n_elems(self.shapes)
+
+    @property
+    def grad_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @cached_property
+    def grads(self) -> list[Tensor]:
+        """One micro-batch's gradients. Nobody writes to them."""
+        return [grad.to(self.device) for grad in model_shapes.gradients(self.shapes, self.dtype)]
+
+    def params(self, dtype: torch.dtype | None = None) -> list[Parameter]:
+        """New parameters, the same values at every call."""
+        made = model_shapes.parameters(self.shapes, dtype or self.dtype)
+        return made if self.device.type == "cpu" else [Parameter(param.detach().to(self.device)) for param in made]
+
+    def optimizer(self, params: Sequence[Tensor], **options: Any) -> torch.optim.Optimizer:
+        """torch's, of the case's rule."""
+        size = -(-len(params) // self.n_groups)
+        groups = [{"params": list(params[i : i + size])} for i in range(0, len(params), size)]
+        if self.rule == "AdamW":
+            return torch.optim.AdamW(groups, lr=LR, weight_decay=WEIGHT_DECAY, eps=EPS, betas=BETAS, **options)
+        return torch.optim.SGD(groups, lr=LR, weight_decay=WEIGHT_DECAY, momentum=MOMENTUM, **options)
+
+    def wrapped(self, params: Sequence[Tensor], **options: Any) -> FusedAccumOptimizer:
+        """Ours around it."""
+        max_norm = MAX_NORM if self.clips else None
+        return FusedAccumOptimizer(self.optimizer(params), max_grad_norm=max_norm, **options)
+
+    def zeros(self) -> list[Tensor]:
+        """fp32 accumulators."""
+        return [torch.zeros(shape, device=self.device) for shape in self.shapes]
 
 
 class _Deliver(torch.autograd.Function):
@@ -30,7 +101,7 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grads: list[Tensor], *params: Parameter) -> Tensor:
         ctx.grads = grads
-        return torch.zeros(())
+        return torch.zeros((), device=grads[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -45,300 +116,96 @@ class Delivery:
     def __init__(self, grads: list[Tensor], params: list[Parameter]) -> None:
         self._grads, self._params = grads, params
 
-    def prepare(self) -> None:
+    def loss(self) -> Tensor:
+        """A new graph, whose backward delivers the gradients."""
         # New tensors over the same memory, which only the engine will hold.
-        self._loss = _Deliver.apply([grad.detach() for grad in self._grads], *self._params)
+        return _Deliver.apply([grad.detach() for grad in self._grads], *self._params)
+
+    def prepare(self) -> None:
+        self._loss = self.loss()
 
     def run(self) -> None:
         self._loss.backward()
 
 
-def _check_three_adds(
-    provider: Provider, result: Callable[[], Sequence[Tensor]], grads: list[Tensor], scale: float = SCALE
+# Ours ----------------------------------------------------------------------------------------------------------------
+
+
+def our_backends(device: torch.device) -> dict[str, str]:
+    """Names of providers -> backends of ours; the one that ``auto`` chooses comes first, under the library's name."""
+    chosen = fusedaccum.backends.choose(device).name
+    others = [name for name in fusedaccum.backends.NAMES if name != chosen]
+    return {NAME: chosen, **{f"{NAME}[{name}]": name for name in others}}
+
+
+def check_present(backend: str, given: Given) -> None:
+    """Raises ``AbsentError`` where a backend of ours does not take part."""
+    reason = fusedaccum.backends.why_not(backend, given.device)
+    if reason is not None:
+        raise AbsentError(reason)
+
+
+def buffers_of(optimizer: FusedAccumOptimizer) -> Iterable[Tensor]:
+    """All that the wrapper keeps."""
+    for arena in optimizer._registry.arenas.values():
+        yield from (value for value in vars(arena).values() if isinstance(value, Tensor) and value.numel())
+        yield from arena.states.values()
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    """All that a torch optimizer keeps."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor) and value.numel())
+
+
+# Checks --------------------------------------------------------------------------------------------------------------
+
+
+def check_adds(
+    provider: Provider,
+    result: Callable[[], Sequence[Tensor]],
+    grads: list[Tensor],
+    scale: float = SCALE,
+    times: int = 3,
 ) -> Provider:
-    """Runs the provider, fresh, three times; ``result`` must then give three times the scaled gradients."""
+    """Runs the provider, fresh, three times; ``result`` must then give ``times`` times the scaled gradients."""
     for _ in range(3):
         provider.prepare()
         provider.run()
     for i, (got, grad) in enumerate(zip(result(), grads, strict=True)):
-        expected = (grad.float() * (3 * scale)).to(got.dtype)
+        expected = (grad.float() * (times * scale)).to(got.dtype)
         if not torch.equal(got, expected):
             raise AssertionError(f"{provider.name}: gradient {i} is wrong after three micro-batches")
     return provider
 
 
-# A steady micro-batch ------------------------------------------------------------------------------------------------
-
-
-def _wrapped(params: list[Parameter]) -> FusedAccumOptimizer:
-    adamw = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY)
-    return FusedAccumOptimizer(adamw, accumulation_steps=round(1 / SCALE), max_grad_norm=MAX_NORM)
-
-
-def _check_norm(optimizer: FusedAccumOptimizer, params: list[Parameter]) -> None:
-    """The partials give the norm; 1e-6: fp32 squares in lanes of at most 32 each, then fp64."""
-    expected = sum(float(p.grad.double().square().sum()) for p in params) ** 0.5
-    got = float(optimizer.clip_grad_norm_(MAX_NORM))
-    if abs(got - expected) > 1e-6 * expected:
-        raise AssertionError(f"{OURS}: norm {got}, expected {expected}")
-
-
-def accumulate_fusedaccum(grads: list[Tensor]) -> Provider:
-    """The wrapper's capture, bucket and kernel, partials included."""
-    params = parameters([grad.shape for grad in grads], torch.bfloat16)
-    optimizer = _wrapped(params)
-    delivery = Delivery(grads, params)
-    delivery.optimizer = optimizer  # the capture holds it weakly
-    provider = Provider(OURS, delivery.run, delivery.prepare, bytes_an_element=10)
-    _check_three_adds(provider, lambda: [p.grad for p in params], grads)
-    _check_norm(optimizer, params)
-    return provider
-
-
-def first_fusedaccum(grads: list[Tensor]) -> Provider:
-    """The first micro-batch of a window: stores instead of adding."""
-    params = parameters([grad.shape for grad in grads], torch.bfloat16)
-    optimizer = _wrapped(params)
-    delivery = Delivery(grads, params)
-
-    def prepare() -> None:
-        optimizer.zero_grad()
-        delivery.prepare()
-
-    provider = Provider(OURS, delivery.run, prepare, bytes_an_element=6)
-    _check_three_adds(provider, lambda: [p.grad for p in params], grads, SCALE / 3)
-    return provider
-
-
-def _accumulators(grads: list[Tensor]) -> list[Tensor]:
-    return [torch.zeros(grad.shape) for grad in grads]
-
-
-def accumulate_naive(grads: list[Tensor]) -> Provider:
-    """What people write: two fp32 temporaries a parameter."""
-    acc = _accumulators(grads)
-
-    def run() -> None:
-        for a, g in zip(acc, grads, strict=True):
-            a += g.float() * SCALE
-
-    return _check_three_adds(Provider("naive", run, bytes_an_element=26), lambda: acc, grads)
-
-
-def accumulate_foreach(grads: list[Tensor]) -> Provider:
-    """torch's multi-tensor add."""
-    acc = _accumulators(grads)
-
-    def run() -> None:
-        torch._foreach_add_(acc, grads, alpha=SCALE)
-
-    return _check_three_adds(Provider("foreach", run, bytes_an_element=10), lambda: acc, grads)
-
-
-def accumulate_compiled(grads: list[Tensor]) -> Provider:
-    """The naive loop under ``torch.compile``; keeps no norm."""
-    acc = _accumulators(grads)
-
-    @torch.compile(dynamic=False)
-    def loop(acc: list[Tensor], grads: list[Tensor]) -> None:
-        for a, g in zip(acc, grads, strict=True):
-            a += g.float() * SCALE
-
-    def run() -> None:
-        loop(acc, grads)
-
-    return _check_three_adds(Provider("compiled", run, bytes_an_element=10), lambda: acc, grads)
-
-
-def _by_autograd(name: str, grads: list[Tensor], grad_dtype: torch.dtype, n_bytes: int) -> Provider:
-    params = parameters([grad.shape for grad in grads], torch.bfloat16)
-    for param in params:
-        param.grad_dtype = grad_dtype
-        # Where there is no .grad torch would make the prepared gradient the accumulator.
-        param.grad = torch.zeros_like(param, dtype=grad_dtype)
-    delivery = Delivery(grads, params)
-    dtypes = "bf16 -> fp32" if grad_dtype == torch.float32 else "bf16 -> bf16"
-    provider = Provider(name, delivery.run, delivery.prepare, dtypes, n_bytes)
-    # Scaling is the loss's business here, and free.
-    return _check_three_adds(provider, lambda: [p.grad for p in params], grads, scale=1.0)
-
-
-def accumulate_grad_dtype(grads: list[Tensor]) -> Provider:
-    """Autograd's own accumulation with ``grad_dtype = torch.float32``: a cast, then an add."""
-    return _by_autograd("grad_dtype", grads, torch.float32, 18)
-
-
-def accumulate_native_bf16(grads: list[Tensor]) -> Provider:
-    """Autograd's own accumulation in bfloat16: fewest bytes, wrong sums."""
-    return _by_autograd("native bf16", grads, torch.bfloat16, 6)
-
-
-def accumulate_probe(grads: list[Tensor]) -> Provider:
-    """The bytes of ``accumulate``, and no arithmetic."""
-    grad = torch.cat([grad.reshape(-1) for grad in grads])
-    acc = torch.zeros(grad.numel())
-    provider = Provider("probe", lambda: probe.accumulate(acc, grad), bytes_an_element=10)
-    provider.run()
-    _check_probe(provider, acc.view(torch.int32), grad.view(torch.int16).int() & 0xFFFF)
-    return provider
-
-
-def first_probe(grads: list[Tensor]) -> Provider:
-    """The bytes of a first micro-batch."""
-    grad = torch.cat([grad.reshape(-1) for grad in grads])
-    acc = torch.zeros(grad.numel())
-    provider = Provider("probe", lambda: probe.first(acc, grad), bytes_an_element=6)
-    provider.run()
-    _check_probe(provider, acc.view(torch.int32), grad.view(torch.int16).int() & 0xFFFF)
-    return provider
-
-
-def _check_probe(provider: Provider, got: Tensor, expected: Tensor) -> None:
-    if not torch.equal(got, expected):
-        raise AssertionError(f"{provider.name}: wrong bits")
-
-
-# The boundary --------------------------------------------------------------------------------------------------------
-
-BOUNDARY_DTYPES = "bf16 param, fp32 acc, states, master"
-
-
-def _check_first_adamw(
-    name: str, params: list[Parameter], masters: Sequence[Tensor], grads: list[Tensor], tolerance: float
+def check_first_step(
+    name: str, given: Given, params: Sequence[Tensor], masters: Sequence[Tensor] | None, tolerance: float, eps: float
 ) -> None:
-    """The first step against fp64, on the head of every parameter.
+    """The first update from zero states against fp64, on the head of every parameter.
 
-    From zero states, AdamW moves by lr * g / (|g| + eps), g clipped.
+    AdamW moves by ``lr * g / (|g| + eps)``, SGD by ``lr * (g + weight_decay * p)``, g clipped.
+
+    Args:
+        masters: None where the parameters are what is updated; ``tolerance`` is then theirs.
+        tolerance: absolute, on masters.
+        eps: of AdamW.
     """
+    grads = given.grads
     norm = sum(float(grad.double().square().sum()) for grad in grads) ** 0.5
-    factor = min(1.0, MAX_NORM / (norm + 1e-6))
-    for param, master, before, grad in zip(
-        params, masters, parameters([grad.shape for grad in grads], torch.float32), grads, strict=True
-    ):
-        head = slice(0, 4096)
-        start = before.detach().reshape(-1)[head].double()
+    factor = min(1.0, MAX_NORM / (norm + 1e-6)) if given.clips else 1.0
+    head = slice(0, 4096)
+    starts = given.params(torch.float32)
+    for i, (param, start, grad) in enumerate(zip(params, starts, grads, strict=True)):
+        before = start.detach().reshape(-1)[head].double()
         g = grad.reshape(-1)[head].double() * factor
-        expected = start * (1 - LR * WEIGHT_DECAY) - LR * g / (g.abs() + 1e-8)
-        got = master.detach().reshape(-1)[head].double()
-        if not torch.allclose(got, expected, rtol=0, atol=tolerance):
-            raise AssertionError(f"{name}: a master is off by {float((got - expected).abs().max())}")
-        if not torch.equal(param.detach(), master.to(param.dtype)):
-            raise AssertionError(f"{name}: a parameter is not its rounded master")
-
-
-def boundary_fusedaccum(grads: list[Tensor]) -> Provider:
-    """``step()`` of the wrapper. ``.grad`` stays, so that it can be run again and again."""
-    params = parameters([grad.shape for grad in grads], torch.bfloat16)
-    adamw = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY)
-    optimizer = FusedAccumOptimizer(adamw, max_grad_norm=MAX_NORM)
-    delivery = Delivery(grads, params)
-    delivery.prepare()
-    delivery.run()
-    optimizer.step()
-    masters = [optimizer.state[param]["master_param"] for param in params]
-    # Two fp32 roundings of a value below 0.25, and lr times those of the quotient.
-    _check_first_adamw(OURS, params, masters, grads, tolerance=3e-8)
-    return Provider(OURS, optimizer.step, dtypes=BOUNDARY_DTYPES, bytes_an_element=30)
-
-
-def boundary_torch(grads: list[Tensor]) -> Provider:
-    """Clip, torch's fused AdamW on fp32 masters, and the copy back to bfloat16."""
-    shapes = [grad.shape for grad in grads]
-    params, masters = parameters(shapes, torch.bfloat16), parameters(shapes, torch.float32)
-    optimizer = torch.optim.AdamW(masters, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    for master, grad in zip(masters, grads, strict=True):
-        master.grad = grad.float()
-
-    def run() -> None:
-        torch.nn.utils.clip_grad_norm_(masters, MAX_NORM)
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_(params, masters)
-
-    run()
-    # lr / 1000: torch sums squares in fp32, and a gradient near eps feels the error of the norm.
-    _check_first_adamw("torch", params, masters, grads, tolerance=1e-6)
-    # Norm 4, clip 8, AdamW 28, copy 6.
-    return Provider("torch", run, dtypes=BOUNDARY_DTYPES, bytes_an_element=46)
-
-
-def boundary_probe(grads: list[Tensor]) -> Provider:
-    """The bytes of the boundary, and no arithmetic."""
-    n = sum(grad.numel() for grad in grads)
-    param = torch.zeros(n, dtype=torch.bfloat16)
-    master, exp_avg, exp_avg_sq = (torch.zeros(n) for _ in range(3))
-    acc = torch.ones(n)
-    provider = Provider(
-        "probe",
-        lambda: probe.boundary(param, master, exp_avg, exp_avg_sq, acc),
-        dtypes=BOUNDARY_DTYPES,
-        bytes_an_element=30,
-    )
-    provider.run()
-    for buffer in (master, exp_avg, exp_avg_sq, param):
-        _check_probe(provider, buffer, torch.ones_like(buffer))
-    return provider
-
-
-# Host overhead -------------------------------------------------------------------------------------------------------
-
-
-class _ManySmall:
-    """A loss over many small parameters, each used once: ``prepare`` builds the graph, ``run`` is its backward."""
-
-    def __init__(self, shapes: Sequence[Shape]) -> None:
-        self.params = parameters(shapes, torch.bfloat16)
-        self._factor = torch.full(shapes[0], 0.5, dtype=torch.bfloat16)
-
-    def prepare(self) -> None:
-        self._loss = torch.stack([param * self._factor for param in self.params]).sum()
-
-    def run(self) -> None:
-        self._loss.backward()
-
-    def check(self, name: str, expected: float) -> None:
-        if not all(torch.equal(p.grad, torch.full_like(p.grad, expected)) for p in self.params):
-            raise AssertionError(f"{name}: wrong gradients")
-
-
-def small_backward_fusedaccum(shapes: Sequence[Shape], collect_garbage: bool) -> Provider:
-    """Backward with the capture, in the steady state."""
-    model = _ManySmall(shapes)
-    model.optimizer = _wrapped(model.params)
-    for _ in range(2):
-        model.prepare()
-        model.run()
-    model.check(OURS, 2 * 0.5 * SCALE)
-    return Provider(OURS, model.run, model.prepare, collect_garbage=collect_garbage)
-
-
-def small_backward_torch(shapes: Sequence[Shape], collect_garbage: bool) -> Provider:
-    """Plain autograd adding in bfloat16."""
-    model = _ManySmall(shapes)
-    for _ in range(2):
-        model.prepare()
-        model.run()
-    model.check("torch", 2 * 0.5)
-    return Provider("torch", model.run, model.prepare, "bf16 -> bf16", collect_garbage=collect_garbage)
-
-
-def small_step_fusedaccum(shapes: Sequence[Shape]) -> Provider:
-    """The boundary, clip and masters included."""
-    provider = boundary_fusedaccum(gradients(shapes))
-    provider.bytes_an_element = 0
-    return provider
-
-
-def small_step_torch(shapes: Sequence[Shape]) -> Provider:
-    """Only the step of torch's fused AdamW on fp32 parameters: no clip, no masters."""
-    params = parameters(shapes, torch.float32)
-    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    for param, grad in zip(params, gradients(shapes), strict=True):
-        param.grad = grad.float()
-    optimizer.step()
-    # Only the direction of a first step is known without the clip: each element moves by lr towards -grad.
-    for param, before in zip(params, parameters(shapes, torch.float32), strict=True):
-        moved = param.detach() - before.detach() * (1 - LR * WEIGHT_DECAY)
-        if not torch.allclose(moved, -LR * param.grad.sign(), atol=1e-6):
-            raise AssertionError("torch: wrong step")
-    return Provider("torch", optimizer.step, dtypes="fp32")
+        if given.rule == "AdamW":
+            expected = before * (1 - LR * WEIGHT_DECAY) - LR * g / (g.abs() + eps)
+        else:
+            expected = before - LR * (g + WEIGHT_DECAY * before)
+        moved = param if masters is None else masters[i]
+        error = (moved.detach().reshape(-1)[head].double() - expected).abs().max()
+        if not error <= tolerance:  # a NaN is an error too
+            raise AssertionError(f"{name}: parameter {i} is off by {float(error):.2g}, more than {tolerance:.2g}")
+        if masters is not None and not torch.equal(param.detach(), masters[i].detach().to(param.dtype)):
+            raise AssertionError(f"{name}: parameter {i} is not its rounded master")

@@ -28,12 +28,12 @@ SHAPES = gpt2_124m()[2:50]
 RESULTS = Path(__file__).parent / "results"
 # name -> constructor options, and a micro-batch's weight.
 WAYS: dict[str, tuple[dict[str, Any], float | Tensor | None]] = {
-    "plain": ({"statistics": False}, None),
-    "statistics": ({}, None),
-    "weights": ({"statistics": False}, 3.0),
-    "device weights": ({"statistics": False}, torch.tensor(3.0)),
-    "dynamic scale": ({"statistics": False, "loss_scale": "dynamic"}, None),
-    "all": ({"loss_scale": "dynamic"}, torch.tensor(3.0)),
+    "plain": ({}, None),
+    "statistics": ({"statistics": True}, None),
+    "weights": ({}, 3.0),
+    "device weights": ({}, torch.tensor(3.0)),
+    "dynamic scale": ({"loss_scale": "dynamic"}, None),
+    "all": ({"statistics": True, "loss_scale": "dynamic"}, torch.tensor(3.0)),
 }
 
 
@@ -107,7 +107,7 @@ def scaler_providers(grads: list[Tensor]) -> list[Provider]:
     for name, scaler in scalers.items():
         params = parameters(SHAPES, torch.bfloat16)
         adamw = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY)
-        optimizer = FusedAccumOptimizer(adamw, max_grad_norm=MAX_NORM, statistics=False)
+        optimizer = FusedAccumOptimizer(adamw, max_grad_norm=MAX_NORM)
         delivery = Delivery(grads, params)
 
         def prepare(

@@ -1,7 +1,8 @@
 """Which backend serves which device, and why another does not.
 
 A backend is a set of functions with the names and meanings of ``ops.SCHEMAS``. ``native`` is the compiled library for
-the CPU, ``cuda`` the one for NVIDIA GPUs, ``reference`` plain torch on any device.
+the CPU, ``cuda`` the one for NVIDIA GPUs, ``triton`` compiles for a GPU when it is first used, ``reference`` is plain
+torch on any device.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from typing import Any
 
 import torch
 
-from . import layout, ops, reference
+from . import layout, ops, reference, triton_backend
 
-NAMES = ("native", "cuda", "reference")
-_SERVED = {"native": "cpu", "cuda": "cuda"}  # the device type of each compiled library
+NAMES = ("native", "cuda", "triton", "reference")
+PREFERRED = {"cpu": ("native",), "cuda": ("cuda", "triton"), "xpu": ("triton",)}
+"""What serves each type of device, the best first; after all of these, and everywhere else, reference."""
+_LIBRARIES = {"native": "cpu", "cuda": "cuda"}  # the device type of each compiled library
 _PACKAGE = Path(__file__).parent
 
 
@@ -131,16 +134,30 @@ def _reference() -> Backend:
     return _backend("reference", "plain torch", reference)
 
 
+@cache
+def _triton() -> Backend:
+    return _backend("triton", f"Triton {triton_backend.version()}, compiled at first use", triton_backend.launch())
+
+
 def why_not(name: str, device: torch.device) -> str | None:
     """Why backend ``name`` cannot serve ``device``; None if it can."""
     if name == "reference":
         return None
-    if device.type != _SERVED[name]:
-        return f"the {name} backend serves {_SERVED[name]} devices, not {device.type}"
+    if name == "triton":
+        if device.type not in triton_backend.DEVICE_TYPES:
+            types = " and ".join(triton_backend.DEVICE_TYPES)
+            return f"the triton backend serves {types} devices, not {device.type}"
+        return triton_backend.why_not()
+    if device.type != _LIBRARIES[name]:
+        return f"the {name} backend serves {_LIBRARIES[name]} devices, not {device.type}"
     if name == "cuda" and torch.version.hip:
         return "this torch was built for ROCm"
     library = cpu_library() if name == "native" else cuda_library()
     return None if library.loaded else f"there is no compiled library: {library.detail}"
+
+
+def _made(name: str) -> Backend:
+    return {"triton": _triton, "reference": _reference}.get(name, lambda: _compiled(name))()
 
 
 @cache
@@ -157,8 +174,8 @@ def choose(device: torch.device, requested: str = "auto") -> Backend:
 
     Args:
         device: where the parameters live.
-        requested: ``"auto"`` (``FUSEDACCUM_BACKEND`` if set, else the compiled library for the device if it is there,
-            else reference, said once), or one of ``NAMES``, which never fall back.
+        requested: ``"auto"`` (``FUSEDACCUM_BACKEND`` if set, else the first of ``PREFERRED`` that can serve, else
+            reference, said once), or one of ``NAMES``, which never fall back.
 
     Raises:
         ValueError: an unknown name.
@@ -169,19 +186,16 @@ def choose(device: torch.device, requested: str = "auto") -> Backend:
         source, requested = "FUSEDACCUM_BACKEND", os.environ["FUSEDACCUM_BACKEND"]
     if requested not in ("auto", *NAMES):
         raise ValueError(f"{source} is {requested!r}; accepted: 'auto', {', '.join(map(repr, NAMES))}")
-    if requested == "reference":
-        return _reference()
     if requested != "auto":
         reason = why_not(requested, device)
         if reason is not None:
             raise BackendUnavailableError(f"{source} is {requested!r}, but {reason}")
-        return _compiled(requested)
-    reason = f"there are no compiled kernels for {device.type} devices"
-    for name, served in _SERVED.items():
-        if device.type == served:
-            unavailable = why_not(name, device)
-            if unavailable is None:
-                return _compiled(name)
-            reason = unavailable
-    _warn_fallback(device.type, reason)
+        return _made(requested)
+    reasons = []
+    for name in PREFERRED.get(device.type, ()):
+        unavailable = why_not(name, device)
+        if unavailable is None:
+            return _made(name)
+        reasons.append(unavailable)
+    _warn_fallback(device.type, "; ".join(reasons) or f"there are no compiled kernels for {device.type} devices")
     return _reference()

@@ -152,11 +152,17 @@ class MicroBatches:
         if self.reduction is not None:
             self.reduction.check_droppable()
 
-    def drop(self) -> None:
-        """Forgets the open window's weights."""
+    def drop(self, keeps_gradients: bool = False) -> None:
+        """Forgets the open window's weights.
+
+        Args:
+            keeps_gradients: each ``.grad`` is there, zeroed, so that the next add will not be a first one.
+        """
         if self.reduction is not None:
             self.reduction.drop()
-        if self._window.open.on_device:
-            for arena in self._registry.arenas.values():
+        for arena in self._registry.arenas.values():
+            if self._window.open.on_device:
                 arena.drop_weights()
+            if keeps_gradients and arena.micro_partials is not None:
+                arena.micro_partials.zero_()
         self._window.start_afresh()

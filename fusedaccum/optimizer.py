@@ -63,7 +63,8 @@ class FusedAccumOptimizer(ParallelOptimizer):
             "skip_micro_batch": that micro-batch, whose weight leaves the denominator; its gradients all wait until it
             is over, and are read once more to be judged. "raise": the boundary waits for the device, raises
             FloatingPointError naming the parameters, and leaves everything as it was.
-        statistics: keep each micro-batch's own squared norm, for ``stats()``; at no pass more.
+        statistics: keep each micro-batch's own squared norm, from which ``stats()`` tells the gradient noise scale; no
+            pass more, but a few percent of each accumulate's time.
         process_group: whose ranks each have a whole copy of the model and micro-batches of their own. Gradients,
             weights, norm and found_inf are those of all ranks together, by one reduction a window.
         reduce_dtype: of that reduction; float32 or bfloat16 (half the bytes; each rank's sum is rounded to 8 bits).
@@ -85,7 +86,7 @@ class FusedAccumOptimizer(ParallelOptimizer):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         loss_scale: float | str | LossScale | None = None,
         nonfinite: str = "skip_window",
-        statistics: bool = True,
+        statistics: bool = False,
         process_group: torch.distributed.ProcessGroup | None = None,
         reduce_dtype: torch.dtype = torch.float32,
         overlap: bool = False,
@@ -221,7 +222,7 @@ class FusedAccumOptimizer(ParallelOptimizer):
         self._capture.flush()
         if self._window.position == 0:
             self._window.take_clip(None)  # it was asked for the gradients that end here
-            self._micro_batches.drop()
+            self._micro_batches.drop(keeps_gradients=not set_to_none)
             # Before the registry looks: a converted parameter that holds a gradient is refused, one that does not is
             # followed.
             super().zero_grad(set_to_none)
@@ -360,12 +361,19 @@ class FusedAccumOptimizer(ParallelOptimizer):
             warnings.warn(self._window.describe("is not part of the copy"), stacklevel=2)
         if self._options["process_group"] is not None:
             raise TypeError("the optimizer has a process_group; accepted: copies of optimizers that have none")
-        return _rebuild, (self.inner, {**self._options, "max_grad_norm": self.max_grad_norm})
+        steps = self._window.accumulation_steps
+        options = {**self._options, "accumulation_steps": steps, "max_grad_norm": self.max_grad_norm}
+        return _rebuild, (self.inner, options, self._registry.any_arena().window.clone())
 
     def __repr__(self) -> str:
         steps = self._window.accumulation_steps
         return f"{type(self).__name__}(accumulation_steps={steps}, max_grad_norm={self.max_grad_norm}, {self.inner!r})"
 
 
-def _rebuild(inner: torch.optim.Optimizer, options: dict[str, Any]) -> FusedAccumOptimizer:
-    return FusedAccumOptimizer(inner, **options)
+def _rebuild(inner: torch.optim.Optimizer, options: dict[str, Any], window: Tensor) -> FusedAccumOptimizer:
+    optimizer = FusedAccumOptimizer(inner, **options)
+    # Loss scale, counts and averages; the open window stays behind.
+    arena = optimizer._registry.any_arena()
+    arena.window.copy_(window)
+    arena.drop_weights()
+    return optimizer

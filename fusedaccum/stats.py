@@ -41,7 +41,7 @@ def read(control: Tensor, window: Tensor, statistics: bool) -> dict[str, Tensor]
     training down for little. (*)
     ``loss_scale``: the present one.
 
-    (*) Not there with ``statistics=False``. Without ``accumulation_steps`` and weights, they assume that the loss was
+    (*) Only there with ``statistics=True``. Without ``accumulation_steps`` and weights, they assume that the loss was
     divided by the number of micro-batches.
     """
     taken = window[layout.WINDOWS] - window[layout.SKIPPED_WINDOWS]

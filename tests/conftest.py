@@ -22,12 +22,33 @@ from ptxrun import cuda as ptx_cuda
 
 from bench import cuda_code
 from bench.on_device import on_device
-from fusedaccum import backends
+from fusedaccum import backends, triton_backend
 
-# Where each backend is tested. A further one (triton) is a further entry.
-BACKEND_DEVICES = {"native": "cpu", "reference": "cpu", "cuda": "cuda"}
+# Where each backend is tested.
+BACKEND_DEVICES = {"native": "cpu", "reference": "cpu", "cuda": "cuda", "triton": "cuda"}
+# The Triton kernels on CPU tensors: what no GPU is needed for, and no user can ask for.
+INTERPRETED = "triton-interpreted"
 
 ROOT = Path(__file__).parent.parent
+
+
+# The interpreter takes a tenth of a millisecond for each operation on a row. Of these parameters it gets one value:
+# alignment only decides how a GPU accesses memory, which test_triton_ptx.py looks at, and the rest is arithmetic on two
+# numbers.
+_FEWER_INTERPRETED = {"acc_shift": 0, "interval": 3}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    def is_spared(item: pytest.Item) -> bool:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if params.get("backend") != INTERPRETED:
+            return False
+        return any(params.get(name, value) != value for name, value in _FEWER_INTERPRETED.items())
+
+    spared = [item for item in items if is_spared(item)]
+    if spared:
+        config.hook.pytest_deselected(items=spared)
+        items[:] = [item for item in items if not is_spared(item)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -50,10 +71,33 @@ def backend_name(request: pytest.FixtureRequest) -> str:
     return _skip_unless_served(request.param)
 
 
-@pytest.fixture(scope="session", params=BACKEND_DEVICES)
+@pytest.fixture(scope="session")
+def triton_installed() -> str:
+    """Triton's version, for tests that compile its kernels or interpret them."""
+    found = triton_backend.version()
+    if found is None:
+        pytest.skip("triton is not installed")
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        pytest.skip("TRITON_INTERPRET is set: Triton's own functions cannot be compiled in this process")
+    return found
+
+
+@pytest.fixture(scope="session")
+def interpreted_triton(triton_installed: str) -> backends.Backend:
+    """The Triton kernels on CPU tensors, run by Triton's interpreter."""
+    if triton_installed.startswith("3.6.") and tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
+        pytest.skip("the interpreter of triton 3.6 does not work with numpy 2.4 or newer")
+    from triton_interpreter import interpreted
+
+    return interpreted()
+
+
+@pytest.fixture(scope="session", params=[*BACKEND_DEVICES, INTERPRETED])
 def backend(request: pytest.FixtureRequest) -> backends.Backend:
     """Each backend in turn, asked for by name, so that it never falls back. All take CPU tensors, which are carried to
     the device of the backend and back."""
+    if request.param == INTERPRETED:
+        return request.getfixturevalue("interpreted_triton")
     name = _skip_unless_served(request.param)
     device = torch.device(BACKEND_DEVICES[name])
     chosen = backends.choose(device, name)

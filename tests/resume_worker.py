@@ -23,7 +23,7 @@ def train(folder: Path, backend: str, name: str, n_micro_batches: int) -> None:
     data = [torch.randn(5, 7, dtype=torch.bfloat16) for _ in range(n_micro_batches)]
     weights = [1 + i * 7 % 5 for i in range(n_micro_batches)]
     optimizer = wrap(
-        model, name, accumulation_steps=4, max_grad_norm=0.05, loss_scale="dynamic", backend=backend,
+        model, name, accumulation_steps=4, max_grad_norm=0.05, loss_scale="dynamic", statistics=True, backend=backend,
     )  # fmt: skip
     at = 0
     checkpoint = folder / "checkpoint.pt"

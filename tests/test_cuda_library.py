@@ -119,6 +119,16 @@ def without_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+UNASKED = """
+import torch, warnings
+from fusedaccum import backends
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    names = [backends.choose(torch.device("cuda")).name for _ in range(2)]
+print(names, [str(warning.message) for warning in caught])
+"""
+
+
 class TestAbsence:
     def test_cpu_backends_do_not_mind(self, without_library: Path, cuda_library: Path) -> None:
         program = """
@@ -144,19 +154,17 @@ except backends.BackendUnavailableError as error:
         said = run_python(program, path=without_library).strip()
         assert said == "backend is 'cuda', but there is no compiled library: no nvcc was there"
 
-    def test_without_being_asked_the_reference_serves_and_says_so_once(self, without_library: Path) -> None:
-        program = """
-import torch, warnings
-from fusedaccum import backends
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    print([backends.choose(torch.device("cuda")).name for _ in range(2)], len(caught), caught[0].message)
-"""
-        said = run_python(program, path=without_library)
+    def test_without_being_asked_triton_serves_and_says_nothing(
+        self, without_library: Path, triton_installed: str
+    ) -> None:
+        assert run_python(UNASKED, path=without_library).strip() == "['triton', 'triton'] []"
+
+    def test_without_triton_too_the_reference_serves_and_says_so_once(self, without_library: Path) -> None:
+        said = run_python("import sys\nsys.modules['triton'] = None\n" + UNASKED, path=without_library)
         assert said.startswith(
-            "['reference', 'reference'] 1 fusedaccum: the slower reference backend serves cuda devices"
+            "['reference', 'reference'] ['fusedaccum: the slower reference backend serves cuda devices"
         )
-        assert "because there is no compiled library: no nvcc was there" in said
+        assert "because there is no compiled library: no nvcc was there; triton is not installed" in said
 
 
 def test_the_cuda_backend_refuses_cpu_parameters() -> None:

@@ -42,7 +42,7 @@ def test_a_bad_setting_fails_and_says_what_is_accepted(native):
     assert "FUSEDACCUM_ISA is 'none such'; accepted by this processor and build: " in run.stdout
     run = doctor(FUSEDACCUM_BACKEND="none such")
     assert run.returncode == 1
-    assert "FUSEDACCUM_BACKEND is 'none such'; accepted: 'auto', 'native', 'cuda', 'reference'" in run.stdout
+    assert "FUSEDACCUM_BACKEND is 'none such'; accepted: 'auto', 'native', 'cuda', 'triton', 'reference'" in run.stdout
 
 
 @pytest.mark.parametrize("op", ["accumulate_", "measure_", "finalize_", "adam_step_", "sgd_step_"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Buffers, assert_same_buffers
+from helpers import Buffers, accumulate, assert_same_buffers
 
 from bench import gpu_check, gpu_parity, gpu_timing
 from bench.on_device import on_device
@@ -31,13 +31,17 @@ class TestDryRun:
         assert report["dry_run"] is True
         outcomes = {stage["name"]: stage["outcome"] for stage in report["stages"]}
         ran = ["doctor", *(f"parity: {name}" for name in gpu_parity.CHECKS)]
-        assert outcomes == dict.fromkeys(ran, "ok") | {"op tests, compute-sanitizer": "not run", "timing": "not run"}
+        assert outcomes == dict.fromkeys(ran, "ok") | {
+            "parity, triton": "not run",
+            "op tests, compute-sanitizer": "not run",
+            "timing": "not run",
+        }
         providers = {(row["op"], row["case"]): set() for row in report["rows"]}
         for row in report["rows"]:
             providers[row["op"], row["case"]].add(row["provider"])
             assert row["rounds"] == 0
             assert [row[name] for name in ("median_ms", "p20_ms", "p80_ms", "gb_per_s", "share_of_copy")] == [None] * 5
-        assert providers["accumulate", "2^10"] == {"fusedaccum", "naive", "foreach", "copy"}
+        assert providers["accumulate", "2^10"] == {"fusedaccum", "fusedaccum, statistics", "naive", "foreach", "copy"}
         assert providers["boundary", "2^10"] == {"fusedaccum", "naive", "foreach", "fused", "copy"}
         assert report["left_out"] == []
         said = capsys.readouterr().out
@@ -150,9 +154,9 @@ class TestOnDevice:
     def test_margins_alignment_and_results_come_back(self, native: Backend) -> None:
         seen: list[int] = []
 
-        def op(acc: torch.Tensor, partials: torch.Tensor, table: torch.Tensor, grads: list, *rest: object) -> None:
-            seen.extend([acc.data_ptr() % 64, grads[0].data_ptr() % 64])
-            native.accumulate_(acc, partials, table, grads, *rest)
+        def op(acc: torch.Tensor, *rest: object) -> None:
+            seen.extend([acc.data_ptr() % 64, rest[3][0].data_ptr() % 64])
+            native.accumulate_(acc, *rest)
             torch.empty(0).set_(acc.untyped_storage(), 0, (1,), (1,)).fill_(7.0)  # a write before the beginning
 
         carried = on_device(replace(native, accumulate_=op), CPU)
@@ -160,8 +164,7 @@ class TestOnDevice:
         for backend in (native, carried):
             buffers = Buffers([40, 3], shift=1)
             buffers.acc.fill_(1.0)
-            arguments = (buffers.table, [torch.ones(41)[1:], torch.ones(3)], [0, 1], [0, 1], 0.5)
-            backend.accumulate_(buffers.acc, buffers.partials, *arguments)
+            accumulate(backend, buffers, [torch.ones(41)[1:], torch.ones(3)], [0, 1], scale=0.5)
             results.append(buffers)
         assert seen == [results[1].acc.data_ptr() % 64, 4]
         assert results[1].whole["acc"][0] == 7.0

@@ -79,7 +79,12 @@ def test_the_contract_catches_what_it_is_for(monkeypatch):
 def test_no_window_waits(monkeypatch, feature, steps, name):
     """From the second window on: the first one makes the state. The reference backend reads tables, and does wait."""
     model = mlp(torch.bfloat16)
-    options: dict[str, Any] = {"accumulation_steps": steps, "max_grad_norm": 0.1, "backend": "native"}
+    options: dict[str, Any] = {
+        "accumulation_steps": steps,
+        "max_grad_norm": 0.1,
+        "statistics": True,
+        "backend": "native",
+    }
     if feature == "loss scale":
         options["loss_scale"] = "dynamic"
     if feature == "skip_micro_batch":

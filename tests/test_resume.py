@@ -63,7 +63,13 @@ def test_case_14_saved_after_every_micro_batch(backend_name, weights, name, dtyp
     model = mlp(dtype)
     batches = inputs(12, dtype)
     start = copy.deepcopy(model)
-    options = {"accumulation_steps": 4, "max_grad_norm": 0.05, "loss_scale": "dynamic", "backend": backend_name}
+    options = {
+        "accumulation_steps": 4,
+        "max_grad_norm": 0.05,
+        "loss_scale": "dynamic",
+        "statistics": True,
+        "backend": backend_name,
+    }
     whole = wrap(model, name, **options)
     train(model, whole, batches, weights)
     for stop in range(1, 12):
@@ -89,13 +95,13 @@ def test_between_backward_and_step(backend_name):
     model = mlp()
     twin = copy.deepcopy(model)
     first, second = inputs(2)
-    optimizer = wrap(model, backend=backend_name)
+    optimizer = wrap(model, statistics=True, backend=backend_name)
     for batch in (first, second):
         (model(batch) ** 2).mean().backward()
     other = copy.deepcopy(twin)
-    halfway = wrap(other, backend=backend_name)
+    halfway = wrap(other, statistics=True, backend=backend_name)
     (other(first) ** 2).mean().backward()
-    resumed = wrap(twin, backend=backend_name)
+    resumed = wrap(twin, statistics=True, backend=backend_name)
     resumed.load_state_dict(saved_and_loaded(halfway.state_dict()))
     (twin(second) ** 2).mean().backward()
     optimizer.step()
@@ -201,7 +207,7 @@ def test_its_own_state_changes_nothing(backend_name):
     runs = []
     for m, reloads in ((model, True), (twin, False)):
         torch.manual_seed(1)
-        optimizer = wrap(m, accumulation_steps=4, loss_scale="dynamic", backend=backend_name)
+        optimizer = wrap(m, accumulation_steps=4, loss_scale="dynamic", statistics=True, backend=backend_name)
         for batch in inputs(8):
             train(m, optimizer, [batch], [3])
             if reloads:

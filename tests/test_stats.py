@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -23,7 +24,11 @@ def test_the_noise_scale_of_a_known_covariance(backend_name, steps, weighted):
     param = nn.Parameter(torch.zeros(n))
     # The parameter must stay where it is: its gradient is to be drawn from one distribution.
     optimizer = FusedAccumOptimizer(
-        torch.optim.SGD([param], lr=0.0), accumulation_steps=steps, max_grad_norm=1.0, backend=backend_name
+        torch.optim.SGD([param], lr=0.0),
+        accumulation_steps=steps,
+        max_grad_norm=1.0,
+        statistics=True,
+        backend=backend_name,
     )
     sizes = [1, 3, 2, 6, 1, 1, 8, 2] if weighted else [4] * k
     for _ in range(windows):
@@ -55,7 +60,7 @@ def test_the_noise_scale_of_a_known_covariance(backend_name, steps, weighted):
 def test_the_micro_batches_own_norms_exactly(backend_name):
     """Root mean square of the norms of the single gradients, over layers with and without a gradient."""
     model = nn.ModuleList([nn.Linear(300, 200), nn.Linear(5, 2)])
-    optimizer = wrap(model, accumulation_steps=3, backend=backend_name)
+    optimizer = wrap(model, statistics=True, accumulation_steps=3, backend=backend_name)
     squares = []
     for i in range(3):
         loss = model[0](torch.randn(4, 300)).square().mean() + (model[1](torch.randn(4, 5)).sum() if i == 1 else 0.0)
@@ -70,7 +75,7 @@ def test_the_micro_batches_own_norms_exactly(backend_name):
 
 def test_counts(backend_name):
     model = mlp()
-    optimizer = wrap(model, max_grad_norm=1.0, backend=backend_name)
+    optimizer = wrap(model, statistics=True, max_grad_norm=1.0, backend=backend_name)
     for factor in (1e-3, 1e3, math.inf, 1e3, math.nan):
         optimizer.backward((model(torch.randn(5, 7)) ** 2).mean() * factor)
         optimizer.step()
@@ -83,14 +88,14 @@ def test_counts(backend_name):
 
 
 def test_before_the_first_window(backend_name):
-    stats = wrap(mlp(), backend=backend_name).stats()
+    stats = wrap(mlp(), statistics=True, backend=backend_name).stats()
     assert stats["windows"].item() == stats["skipped"].item() == stats["clip_fraction"].item() == 0
     assert math.isnan(stats["noise_scale"].item())
 
 
 def test_a_skipped_window_teaches_nothing(backend_name):
     model = mlp()
-    optimizer = wrap(model, accumulation_steps=2, backend=backend_name)
+    optimizer = wrap(model, statistics=True, accumulation_steps=2, backend=backend_name)
     seen = []
     for factor in (1.0, math.inf):
         for i in range(2):
@@ -123,7 +128,7 @@ def test_without_statistics(backend_name):
 def test_a_gradient_of_somebody_elses_counts_as_one(backend_name):
     """p.grad = tensor, and a sparse gradient: in the statistics with their own norms."""
     embed = nn.Embedding(4, 3, sparse=True)
-    optimizer = wrap(embed, "sgd", accumulation_steps=2, backend=backend_name)
+    optimizer = wrap(embed, "sgd", statistics=True, accumulation_steps=2, backend=backend_name)
     for ids in ([0, 0, 1], [2]):
         embed(torch.tensor(ids)).sum().backward()
         optimizer.step()
@@ -131,14 +136,45 @@ def test_a_gradient_of_somebody_elses_counts_as_one(backend_name):
     assert optimizer.stats()["micro_batch_norm"].item() == pytest.approx(math.sqrt((15 + 3) / 2), rel=1e-6)
 
 
+def test_zeroed_gradients_start_afresh_too(backend_name):
+    """zero_grad(set_to_none=False): what an earlier window's micro-batches added does not count again."""
+    found = []
+    for set_to_none in (True, False):
+        torch.manual_seed(3)
+        model = mlp()
+        optimizer = wrap(model, statistics=True, accumulation_steps=2, backend=backend_name)
+        for _ in range(3):
+            for _ in range(2):
+                optimizer.backward((model(torch.randn(5, 7)) ** 2).mean())
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        found.append({name: value.item() for name, value in optimizer.stats().items()})
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_a_copy_keeps_scale_and_statistics(backend_name):
+    """deepcopy and pickle: what the device has learnt goes along, the open window stays behind."""
+    model = mlp()
+    optimizer = wrap(model, statistics=True, accumulation_steps=2, loss_scale="dynamic", backend=backend_name)
+    for factor in (1.0, math.inf, 1.0, 1.0):
+        optimizer.backward((model(torch.randn(5, 7)) ** 2).mean() * factor, weight=torch.tensor(2.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    twin = copy.deepcopy(optimizer)
+    for name, value in optimizer.stats().items():
+        if name not in ("grad_norm", "micro_batch_norm"):  # those are the last boundary's, and the copy has had none
+            assert twin.stats()[name].item() == value.item(), name
+    assert twin.loss_scale.item() == 2.0**15
+
+
 def test_the_statistics_survive_a_checkpoint(backend_name):
     model = mlp()
-    optimizer = wrap(model, accumulation_steps=2, backend=backend_name)
+    optimizer = wrap(model, statistics=True, accumulation_steps=2, backend=backend_name)
     for _ in range(6):
         optimizer.backward((model(torch.randn(5, 7)) ** 2).mean())
         optimizer.step()
         optimizer.zero_grad()
-    other = wrap(mlp(), accumulation_steps=2, backend=backend_name)
+    other = wrap(mlp(), statistics=True, accumulation_steps=2, backend=backend_name)
     other.load_state_dict(optimizer.state_dict())
     for name in ("noise_scale", "windows", "clip_fraction"):
         assert other.stats()[name].item() == optimizer.stats()[name].item()

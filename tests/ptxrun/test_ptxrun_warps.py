@@ -162,3 +162,34 @@ def test_overwriting_what_another_thread_read_is_a_race():
     more = "xor.b32 %r8, %r8, 4; mov.u32 %r9, buf; add.u32 %r9, %r9, %r8;"
     with pytest.raises(PtxError, match=r"race .read/write"):
         exchange(words(64), "bar.warp.sync -1;", 1, more)
+
+
+# Each thread puts its row's four words at 16 times its number: a row of a matrix of 16-bit values.
+_ROWS = (
+    ".shared .align 16 .b8 sm[1024]; mov.u32 %r9, sm; shl.b32 %r10, %r1, 4; add.u32 %r11, %r9, %r10; "
+    "st.shared.v4.b32 [%r11], {%r2, %r3, %r4, %r5}; bar.sync 0; "
+)
+
+
+@pytest.mark.parametrize("matrix", range(4))
+def test_ldmatrix(matrix):
+    """Lane t gets, of each matrix, the pair t % 4 of row t / 4; here the rows of the four are in reverse order."""
+    rows = words(64)
+    body = _ROWS + "and.b32 %r12, %r1, 31; sub.u32 %r12, 31, %r12; and.b32 %r13, %r1, 32; add.u32 %r12, %r12, %r13; "
+    body += "shl.b32 %r12, %r12, 4; add.u32 %r12, %r12, %r9; "
+    body += "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r14, %r15, %r16, %r17}, [%r12]; "
+    got = run_snippet(body + f"mov.u32 %r6, %r{14 + matrix};" + STORE_R6, rows)
+    want = [int(rows[t // 32 * 32 + 31 - (8 * matrix + t % 32 // 4), t % 4]) for t in range(64)]
+    assert got.tolist() == want
+
+
+def test_ldmatrix_of_a_misaligned_row_is_found():
+    body = _ROWS + "add.u32 %r12, %r9, 4; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r12];" + STORE_R6
+    with pytest.raises(PtxError, match="misaligned shared access: a row of 16 bytes"):
+        run_snippet(body, words(32))
+
+
+def test_ldmatrix_with_half_a_warp_is_found():
+    body = _ROWS + "setp.lt.u32 %p1, %r1, 16; @%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r6}, [%r9];" + STORE_R6
+    with pytest.raises(PtxError):
+        run_snippet(body, words(32))

@@ -31,7 +31,8 @@ _SPACES = "global shared shared~cta local const param"
 # The builders of these check their own modifiers, or the instruction has no effect on values.
 _SELF_CHECKED = (
     "bar barrier membar fence nanosleep prefetch prefetchu discard applypriority griddepcontrol setmaxnreg pmevent "
-    "createpolicy bra brx ret exit trap brkpt call cp"
+    "createpolicy bra brx ret exit trap brkpt call cp "
+    "ldmatrix"
 )
 _MODIFIERS = {
     "ld": _SCOPES + " nc ca cg cs lu cv",

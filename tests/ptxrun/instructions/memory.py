@@ -10,7 +10,7 @@ from .base import instruction, space_of, vector_length
 from .floating import float_op
 
 
-def _elements(text):
+def elements(text):
     return split_args(text[1:-1]) if text.startswith("{") else [text]
 
 
@@ -22,7 +22,7 @@ def _load_store(link, ins):
     addr, symbol_space = link.addr(ins.args[0 if store else 1])
     if symbol_space and space in (None, "param"):
         space = symbol_space
-    values = _elements(ins.args[1 if store else 0])
+    values = elements(ins.args[1 if store else 0])
     n = vector_length(ins)
     if len(values) != n:
         raise PtxError("not supported: vector length")
@@ -102,9 +102,9 @@ def _atomic(link, ins):
     ty, space = ins.types[-1], space_of(ins)
     kind = next(m for m in ins.mods if m in _ATOMIC or m == "cas")
     args = list(ins.args)
-    puts = [link.dst(x) for x in _elements(args.pop(0))] if ins.op == "atom" else []
+    puts = [link.dst(x) for x in elements(args.pop(0))] if ins.op == "atom" else []
     addr, _ = link.addr(args[0])
-    sources = [link.src(v, ty) for v in _elements(args[1])]
+    sources = [link.src(v, ty) for v in elements(args[1])]
     swap = link.src(args[2], ty) if kind == "cas" else None
     f = None if swap else _atomic_op(kind, ty)
     size, u = size_of(ty), UINT[size_of(ty)]
