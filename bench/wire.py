@@ -1,8 +1,10 @@
 """``python -m bench.wire``: a window over two processes against DistributedDataParallel, in bytes and in time.
 
 Both ranks run here, on gloo, in a network of their own where the system allows it (``unshare``), so that the loopback
-device's counters hold nothing else. All ways take turns in one run; a window is K micro-batches, clip and AdamW. The
-last table is an estimate on paper, from the bandwidths it names; nothing here has run on several GPUs.
+device's counters hold nothing else. All ways take turns in one run; a window is K micro-batches, clip and AdamW. With
+few tokens in a micro-batch (``--tokens 16``) there is little to compute, and the time is that of adding gradients: 10
+bytes an element in fp32, 6 in bfloat16. The last table is an estimate on paper, from the bandwidths it names; nothing
+here has run on several GPUs.
 """
 
 from __future__ import annotations
@@ -34,18 +36,19 @@ from .measure import environment
 
 K = 8
 N_RANKS = 2
-WIDTH, DEPTH, BATCH = 512, 8, 16
+WIDTH, DEPTH, TOKENS = 512, 8, 256
 MAX_NORM = 1.0
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
 GB_S = {8: ("NVLink 4, one direction of a GPU", 450.0), 64: ("one 400 Gb/s adapter a GPU", 50.0)}
 """For the estimate: what carries a ring of so many GPUs, and its GB/s."""
 
 Window = Callable[[list[Tensor]], None]
 
 
-def _model(dtype: torch.dtype) -> nn.Module:
+def _model(dtype: torch.dtype, width: int) -> nn.Module:
     torch.manual_seed(0)
-    layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(*layers).to(dtype)
 
 
@@ -53,11 +56,10 @@ def _adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def _ours(dtype: torch.dtype, reduce_dtype: torch.dtype, overlap: bool) -> tuple[nn.Module, Window]:
-    model = _model(dtype)
+def _ours(model: nn.Module, reduce_dtype: torch.dtype, **options: Any) -> tuple[nn.Module, Window]:
     optimizer = FusedAccumOptimizer(
         _adamw(model), accumulation_steps=K, max_grad_norm=MAX_NORM, process_group=dist.group.WORLD,
-        reduce_dtype=reduce_dtype, overlap=overlap, bucket_bytes=4 * 2**20,
+        reduce_dtype=reduce_dtype, **options,
     )  # fmt: skip
 
     def window(batches: list[Tensor]) -> None:
@@ -69,8 +71,8 @@ def _ours(dtype: torch.dtype, reduce_dtype: torch.dtype, overlap: bool) -> tuple
     return model, window
 
 
-def _ddp(dtype: torch.dtype, syncs_each: bool) -> tuple[nn.Module, Window]:
-    ddp = DistributedDataParallel(_model(dtype))
+def _ddp(model: nn.Module, syncs_each: bool) -> tuple[nn.Module, Window]:
+    ddp = DistributedDataParallel(model)
     optimizer = _adamw(ddp)
 
     def window(batches: list[Tensor]) -> None:
@@ -93,21 +95,26 @@ def _wire_bytes() -> int:
     raise RuntimeError("/proc/net/dev lists no device lo")
 
 
-def _rank(rank: int, folder: Path, n_rounds: int) -> None:
+def _rank(rank: int, folder: Path, n_rounds: int, width: int, n_tokens: int) -> None:
     """One of the two processes; rank 0 leaves ``FOLDER/rows.json``."""
+    # Imported after the group is there, as torch's optimizers would, it keeps the group and its threads alive at exit.
+    import torch._dynamo
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), N_RANKS), rank=rank, world_size=N_RANKS)
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         ways = {
-            "DDP, no_sync": _ddp(dtype, False),
-            f"DDP, {K} all-reduces": _ddp(dtype, True),
-            "fusedaccum, fp32 sum": _ours(dtype, torch.float32, False),
-            "fusedaccum, fp32 sum, overlap": _ours(dtype, torch.float32, True),
-            "fusedaccum, bf16 sum": _ours(dtype, torch.bfloat16, False),
+            "DDP, no_sync": _ddp(_model(dtype, width), False),
+            f"DDP, {K} all-reduces": _ddp(_model(dtype, width), True),
+            "fusedaccum, fp32 sum": _ours(_model(dtype, width), torch.float32),
+            "fusedaccum, fp32 sum, overlap": _ours(
+                _model(dtype, width), torch.float32, overlap=True, bucket_bytes=4 * 2**20
+            ),
+            "fusedaccum, bf16 sum": _ours(_model(dtype, width), torch.bfloat16),
         }
         torch.manual_seed(1 + rank)
-        batches = [torch.randn(BATCH, WIDTH, dtype=dtype) for _ in range(K)]
+        batches = [torch.randn(n_tokens, width, dtype=dtype) for _ in range(K)]
         seen: dict[str, list[tuple[float, int]]] = {name: [] for name in ways}
         for turn in range(n_rounds + 2):
             for name, (_, window) in ways.items():
@@ -120,13 +127,16 @@ def _rank(rank: int, folder: Path, n_rounds: int) -> None:
             if turn == 0:
                 _check([model for model, _ in ways.values()], dtype)
         n_elems = sum(param.numel() for param in ways["DDP, no_sync"][0].parameters())
+        first_ms = 1e3 * np.array([s[0] for s in seen["DDP, no_sync"]])
         for name, samples in seen.items():
             times_ms, n_bytes = 1e3 * np.array([s[0] for s in samples]), np.array([s[1] for s in samples])
             p20, median, p80 = np.percentile(times_ms, [20, 50, 80])
             rows.append({
                 "op": "window", "provider": name, "dtypes": str(dtype).removeprefix("torch."), "n": n_elems,
                 "wire_bytes": int(np.median(n_bytes)), "median_ms": median, "p20_ms": p20, "p80_ms": p80,
-                "n_ranks": N_RANKS, "k": K,
+                # Round by round, which the machine's own drift does not reach.
+                "times_ddp_no_sync": float(np.median(times_ms / first_ms)),
+                "n_ranks": N_RANKS, "k": K, "tokens": n_tokens,
             })  # fmt: skip
     if rank == 0:
         (folder / "rows.json").write_text(json.dumps(rows))
@@ -146,18 +156,19 @@ def _check(models: list[nn.Module], dtype: torch.dtype) -> None:
             raise RuntimeError(f"the providers do not train the same model: {differs} elements differ")
 
 
-def measure(n_rounds: int) -> tuple[list[dict[str, Any]], bool]:
+def measure(n_rounds: int, width: int = WIDTH, n_tokens: int = TOKENS) -> tuple[list[dict[str, Any]], bool]:
     """Rows of both dtypes, and whether the ranks had a network of their own."""
     with tempfile.TemporaryDirectory() as name:
-        command = f"{sys.executable} -m bench.wire --rounds {n_rounds} --folder {name} --rank"
+        command = f"{sys.executable} -m bench.wire --rounds {n_rounds} --width {width} --tokens {n_tokens}"
+        command += f" --folder {name} --rank"
         ranks = f"{command} 0 & first=$!; {command} 1 & second=$!; wait $first && wait $second"
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         alone = ["unshare", "--net", "sh", "-c", "ip link set lo up"]
         isolated = shutil.which("unshare") is not None and subprocess.run(alone, capture_output=True).returncode == 0
         if isolated:
-            subprocess.run([*alone[:-1], f"ip link set lo up; {ranks}"], check=True, env=env)
+            subprocess.run([*alone[:-1], f"ip link set lo up; {ranks}"], check=True, env=env, cwd=ROOT)
         else:
-            subprocess.run(["sh", "-c", ranks], check=True, env=env)
+            subprocess.run(["sh", "-c", ranks], check=True, env=env, cwd=ROOT)
         rows: list[dict[str, Any]] = json.loads((Path(name) / "rows.json").read_text())
     return rows, isolated
 
@@ -168,26 +179,30 @@ def estimate_ms(n_ranks: int, n_bytes: float, gb_s: float) -> float:
 
 
 def main() -> None:
-    """Measures, prints, and writes ``bench/results/wire.json``."""
+    """Measures and prints; of the sizes that are the default, writes ``bench/results/wire.json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="rows of a micro-batch on each rank")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        _rank(options.rank, options.folder, options.rounds)
+        _rank(options.rank, options.folder, options.rounds, options.width, options.tokens)
         return
-    rows, isolated = measure(options.rounds)
+    rows, isolated = measure(options.rounds, options.width, options.tokens)
     console = Console(width=120)
-    table = Table(title=f"one window, K={K}, {N_RANKS} processes on gloo")
-    for column in ("parameters", "way", "MB on the wire", "bytes an element and rank", "ms", "p20 - p80"):
+    n_tokens = options.tokens
+    table = Table(title=f"one window, K={K} micro-batches of {n_tokens} tokens, {N_RANKS} processes on gloo")
+    for column in ("parameters", "way", "MB on the wire", "bytes an element and rank", "ms", "p20 - p80", "x no_sync"):
         table.add_column(column, justify="left" if column in ("parameters", "way") else "right")
     for row in rows:
         sent, between = row["wire_bytes"], f"{row['p20_ms']:.1f} - {row['p80_ms']:.1f}"
         per_element = f"{sent / row['n'] / N_RANKS:.2f}"
         table.add_row(
-            row["dtypes"], row["provider"], f"{sent / 1e6:.2f}", per_element, f"{row['median_ms']:.1f}", between
-        )
+            row["dtypes"], row["provider"], f"{sent / 1e6:.2f}", per_element, f"{row['median_ms']:.1f}", between,
+            f"{row['times_ddp_no_sync']:.2f}",
+        )  # fmt: skip
     console.print(table)
     paper = Table(title=f"ESTIMATE on paper: ms of communication, K={K}, 10^9 bf16 parameters, no overlap")
     for column in ("GPUs", "carried by", "DDP, bf16, each", "DDP, bf16, no_sync", "ours, fp32", "ours, bf16"):
@@ -198,6 +213,8 @@ def main() -> None:
     console.print(paper)
     where = {**environment(), "network": "their own" if isolated else "shared with other programs"}
     console.print(", ".join(where.values()))
+    if (options.width, options.tokens) != (WIDTH, TOKENS):
+        return
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "wire.json").write_text(json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
 

@@ -331,9 +331,9 @@ class Arena:
         """
         self._upload(hyper_rows)
         partials, micro_partials = self.partials, self.micro_partials
-        weights = self.window[layout.WEIGHT : layout.WEIGHT_SQ + 1]
-        weights_here = weights.clone() if sums is not None else weights
         if sums is not None:
+            weights = self.window[layout.WEIGHT : layout.WEIGHT_SQ + 1]
+            weights_here = weights.clone()
             partials = torch.zeros_like(partials)
             micro_partials = None if micro_partials is None else partials
             totals, extra = (totals[0], 0.0, 0.0), sums[:2].clone()

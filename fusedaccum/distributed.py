@@ -6,6 +6,7 @@ ranks, in the same order, or fails on all of them within the group's timeout.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,11 +35,27 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        # Held by torch until destroy_process_group. Held here too, it would live on until the interpreter is gone, of
+        # which gloo's threads know nothing (seen on torch 2.13: "terminate called without an active exception").
+        self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         # Where it can, what the host must know travels between hosts, so that nobody waits for a device.
         self._speaks_cpu = "cpu:" in dist.get_backend_config(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group.
+
+        Raises:
+            ValueError: it has been destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise ValueError(
+                "process_group has been destroyed; accepted: one that lives as long as this optimizer steps"
+            )
+        return group
 
     def gather(self, values: Sequence[float], device: torch.device) -> list[list[float]]:
         """Everybody's ``values``, as many on each rank, in the order of the ranks. Exact: they travel as float64."""

@@ -110,6 +110,20 @@ def in_place_of(name: str, grad: Tensor, param: Tensor) -> Tensor:
     return local_of(placed)
 
 
+def check_loaded(what: str, value: Tensor, param: Tensor) -> None:
+    """Raises ValueError for a saved DTensor that other ranks than the parameter's hold: it loads, but without them
+    nobody can tell the whole."""
+    if not is_dtensor(value):
+        return
+    saved: DTensor = value  # type: ignore[assignment]
+    mesh = param.device_mesh if is_dtensor(param) else "none"  # type: ignore[attr-defined]
+    if saved.device_mesh != mesh:
+        raise ValueError(
+            f"loaded state dict has {what} on the mesh {saved.device_mesh}; accepted: on the parameter's ({mesh}), or "
+            "whole. torch.distributed.checkpoint loads what another number of ranks has saved"
+        )
+
+
 def part_of(name: str, value: Tensor, param: Tensor) -> Tensor:
     """The local part of a value of the parameter's whole shape: a DTensor of any placements on its mesh, which all
     ranks of the mesh then bring to the parameter's, or a plain tensor that every rank has.

@@ -117,7 +117,8 @@ class FusedAccumOptimizer(ParallelOptimizer):
                 agreement.description = describe(optimizer, {**options, "loss_scale": scaling})
         super().__init__(optimizer)
         self.max_grad_norm = max_grad_norm
-        self._options = {**options, "backend": backend, "loss_scale": scaling, "process_group": process_group}
+        self._options = {**options, "backend": backend, "loss_scale": scaling}
+        self._has_group = process_group is not None
         judges = nonfinite == "skip_micro_batch"
         place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self._window = Window(accumulation_steps, judges, place)
@@ -359,7 +360,7 @@ class FusedAccumOptimizer(ParallelOptimizer):
         """Copies and pickles as the wrapped optimizer and the options; the copy wraps its own parameters anew."""
         if self._window.position > 0:
             warnings.warn(self._window.describe("is not part of the copy"), stacklevel=2)
-        if self._options["process_group"] is not None:
+        if self._has_group:
             raise TypeError("the optimizer has a process_group; accepted: copies of optimizers that have none")
         steps = self._window.accumulation_steps
         options = {**self._options, "accumulation_steps": steps, "max_grad_norm": self.max_grad_norm}

@@ -80,6 +80,7 @@ class ParallelOptimizer(ReportingOptimizer):
         self._window.request_clip(float(max_norm))
         totals = self._sum_over_ranks()
         norm = self._boundary.norm(self._window.totals_so_far() if totals is None else totals)
+        self._rest()
         if error_if_nonfinite and not torch.isfinite(norm):
             self._window.take_clip(None)
             raise RuntimeError(

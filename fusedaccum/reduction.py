@@ -104,6 +104,8 @@ class Reduction:
         self._said_last = False
         self._lost: str | None = None
         self._n_boundaries = 0
+        self._places: list[Any] | None = None
+        self._places_sum = 0.0
         self._forget()
 
     def _forget(self) -> None:
@@ -242,10 +244,12 @@ class Reduction:
     def _checksums(self) -> tuple[float, float]:
         """Of the settings, and of the places in the buffers."""
         places = [
-            [(slot.name, slot.n_elems, slot.strides, str(slot.dtype)) for slot in arena.slots if slot is not None]
+            [(slot.name, slot.n_elems, slot.strides, slot.dtype) for slot in arena.slots if slot is not None]
             for arena in self._registry.arenas.values()
         ]
-        return checksum(self._settings()), checksum(places)
+        if places != self._places:  # comparing them takes a tenth of the time of printing them
+            self._places, self._places_sum = places, checksum(places)
+        return checksum(self._settings()), self._places_sum
 
     def _settings(self) -> dict[str, Any]:
         return {**settings_of(self._optimizer.param_groups), "the number of boundaries so far": self._n_boundaries}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dtensor import check_loaded
 from .registry import Registry
 from .window import Window
 
@@ -86,6 +87,7 @@ def check(state_dict: dict[str, Any], groups: list[dict[str, Any]], window: Wind
                 f"loaded state dict has an accumulated gradient of shape {tuple(grad.shape)} for parameter {i}; found: "
                 f"{found}"
             )
+        check_loaded(f"an accumulated gradient of parameter {i}", grad, params[i])
 
 
 def load(

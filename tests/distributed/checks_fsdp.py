@@ -77,7 +77,7 @@ def check_accumulates_in_the_users_own_loop(n_ranks: int) -> None:
         model = sharded(ranks.flat, dtype, policy)
         given = batches(3, ranks.rank, dtype=dtype)
         want = fp32_sums(model, given, 1.0)
-        optimizer = wrap(model, max_grad_norm=1e9)
+        optimizer = wrap(model, max_grad_norm=1e9, statistics=True)
         for batch in given:
             loss_of(model, batch).backward()
         for param, sum_ in zip(model.parameters(), want, strict=True):
@@ -96,7 +96,7 @@ def check_a_backward_announced_to_the_optimizer(n_ranks: int) -> None:
     model = sharded(ranks.flat)
     given = batches(3, ranks.rank)
     want = fp32_sums(model, given, 1.0)
-    optimizer = wrap(model)
+    optimizer = wrap(model, statistics=True)
     for batch in given:
         optimizer.backward(loss_of(model, batch))
     for param, sum_ in zip(model.parameters(), want, strict=True):
@@ -262,6 +262,28 @@ def check_our_clip_grad_norm(n_ranks: int) -> None:
     assert abs(norm.item() - want) <= norm_rtol(91) * want
     optimizer.step()
     assert optimizer.stats()["clip_fraction"].item() == 1.0
+
+
+def check_a_look_at_the_norm_between_micro_batches(n_ranks: int) -> None:
+    """It shows ``.grad`` for its time; a backward that found it there would be refused, as FSDP2 adds to it."""
+    ranks = here()
+    model = sharded(ranks.flat)
+    given = batches(3, ranks.rank)
+    want = fp32_sums(model, given, 1 / 3)
+    optimizer = wrap(model, accumulation_steps=3)
+    for i, batch in enumerate(given):
+        loss_of(model, batch).backward()
+        held = norm_of(model)
+        if i < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        if i == 0:
+            norm = optimizer.clip_grad_norm_(0.02).item()
+            assert abs(norm - held) <= norm_rtol(91) * held
+    for param, sum_ in zip(model.parameters(), want, strict=True):
+        assert torch.equal(part(param.grad), sum_)
+    optimizer.step()
+    assert optimizer.stats()["clip_fraction"].item() == 0.0  # what is asked for inside a window has no boundary
 
 
 @sizes(2, 4)

@@ -100,7 +100,7 @@ def check_state_dict_in_an_open_window(n_ranks: int) -> None:
     open: ``.grad`` is hidden again between micro-batches."""
     ranks = here()
     model = sharded(ranks.flat, torch.bfloat16)
-    optimizer = wrap(model, accumulation_steps=3)
+    optimizer = wrap(model, accumulation_steps=3, statistics=True)
     given = batches(6, ranks.rank, dtype=torch.bfloat16)
     train(model, optimizer, given[:5])
     saved = copy.deepcopy(optimizer.state_dict())
@@ -109,7 +109,7 @@ def check_state_dict_in_an_open_window(n_ranks: int) -> None:
     with torch.no_grad():
         for name, param in fresh.named_parameters():
             param.to_local().copy_(values[name])
-    other = wrap(fresh, accumulation_steps=3)
+    other = wrap(fresh, accumulation_steps=3, statistics=True)
     other.load_state_dict(saved)
     for each, owner in ((model, optimizer), (fresh, other)):
         train(each, owner, given[5:])
@@ -193,7 +193,7 @@ def check_tensor_parallel(n_ranks: int) -> None:
     """
     ranks = here()
     model, plain = tensor_parallel(ranks.flat)
-    optimizer = wrap(model, accumulation_steps=3)
+    optimizer = wrap(model, accumulation_steps=3, statistics=True)
     given = batches(3, 0)
     for i, batch in enumerate(given):
         (model(batch) ** 2).mean().backward()

@@ -269,7 +269,7 @@ def check_weights_of_the_device(n_ranks: int) -> None:
 def check_statistics_are_those_of_one_process(n_ranks: int) -> None:
     """micro_batch_norm and the noise scale, over everybody's micro-batches."""
     model = mlp()
-    optimizer = wrap(model, accumulation_steps=K)
+    optimizer = wrap(model, accumulation_steps=K, statistics=True)
     whole = inputs(K * n_ranks)
     grads = micro_grads(model, whole)
     step_windows(model, optimizer, mine(whole, n_ranks))

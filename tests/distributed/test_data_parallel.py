@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from launch import cases
 
+pytestmark = pytest.mark.distributed
+
 MODULES = "checks_window,checks_together,checks_ddp,checks_checkpoint"
 
 

@@ -6,7 +6,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 from launch import HERE, environment
+
+pytestmark = pytest.mark.distributed
 
 N_MICRO_BATCHES = 14
 DIES_AT = 6  # of windows of 4: in the middle of the second

@@ -8,12 +8,14 @@ import sys
 import pytest
 from launch import cases, environment
 
+pytestmark = pytest.mark.distributed
 
-@pytest.mark.parametrize(
-    ("module", "n_ranks", "name"), cases("checks_fsdp", (2, 4)) + cases("checks_fsdp_state", (2, 4))
-)
-def test_ranks(outcome, module, n_ranks, name):
-    error = outcome(module, n_ranks, name)
+MODULES = "checks_fsdp,checks_fsdp_state"
+
+
+@pytest.mark.parametrize(("modules", "n_ranks", "name"), cases(MODULES, (2, 4)))
+def test_ranks(outcome, modules, n_ranks, name):
+    error = outcome(modules, n_ranks, name)
     if error:
         pytest.fail(error, pytrace=False)
 
