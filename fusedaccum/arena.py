@@ -62,17 +62,10 @@ class Arena:
         """Gives each slot a place in the accumulator. Contents of the others are kept; their views are made anew."""
         touched = self.written_by_others()
         for slot in slots:
-            slot.arena, slot.index = self, len(self.slots)
-            slot.placement = self.layout.add(slot.n_elems)
-            self.slots.append(slot)
+            self._place(slot)
         self.acc = self._grown(self.acc, self.layout.n_elems)
-        self.partials = self._grown(self.partials, self.layout.n_chunks)
-        if self.micro_partials is not None:
-            self.micro_partials = self._grown(self.micro_partials, self.layout.n_chunks)
         self.steps = self._grown(self.steps, len(self.slots))
-        self.scalars = self._grown(self.scalars.view(-1), len(self.slots) * layout.SCALAR_COLUMNS).view(
-            -1, layout.SCALAR_COLUMNS
-        )
+        self._grow_tables()
         # A buffer that somebody wrote to must still count as written to under its new version counter.
         self._version = self.acc._version - 1 if touched else self.acc._version
         for kept in self.slots:
@@ -84,6 +77,19 @@ class Arena:
             if was_own:
                 kept.param.grad = kept.grad
         self.write_table()
+
+    def _place(self, slot: Slot) -> None:
+        slot.arena, slot.index = self, len(self.slots)
+        slot.placement = self.layout.add(slot.n_elems)
+        self.slots.append(slot)
+
+    def _grow_tables(self) -> None:
+        """Room for partials and scalars of all slots."""
+        self.partials = self._grown(self.partials, self.layout.n_chunks)
+        if self.micro_partials is not None:
+            self.micro_partials = self._grown(self.micro_partials, self.layout.n_chunks)
+        n_scalars = len(self.slots) * layout.SCALAR_COLUMNS
+        self.scalars = self._grown(self.scalars.view(-1), n_scalars).view(-1, layout.SCALAR_COLUMNS)
 
     def retire(self, slot: Slot) -> None:
         """The slot's parameter leaves; its place stays unused."""
@@ -111,7 +117,13 @@ class Arena:
         """The slot's part of a flat buffer, in the shape and memory order of what this rank has of the parameter."""
         assert slot.placement is not None
         offset = slot.placement.offset_elems if offset_elems is None else offset_elems
-        return buffer[offset : offset + slot.n_elems].as_strided(slot.shape, slot.strides, offset)
+        return buffer.as_strided(slot.shape, slot.strides, buffer.storage_offset() + offset)
+
+    def run_of(self, slot: Slot) -> Tensor:
+        """The slot's part of the accumulator, (n,) in memory order."""
+        assert slot.placement is not None
+        offset = slot.placement.offset_elems
+        return self.acc[offset : offset + slot.n_elems]
 
     # Accumulate -------------------------------------------------------------------------------------------------
 
@@ -174,9 +186,11 @@ class Arena:
             self._wrote(touched)
 
     def take_sum(self, slots: Sequence[Slot]) -> None:
-        """The accumulators of ``slots`` have become those of all ranks together."""
+        """The accumulators of ``slots`` have become those of all ranks together. What else is written there counts for
+        nothing."""
         self._wrote(touched=False)
-        self.measure(slots)
+        if slots:
+            self.measure(slots)
 
     def take_statistics(self, weights: Tensor, micro_sum_sq: Tensor | None) -> None:
         """What the device knows of the open window becomes that of all ranks together.

@@ -19,7 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import validate
+from .rules import rule_for
 
+GATHER = "the exchange of the stepped parameters"
+NOTHING_STEPPED = "Nothing was stepped, and the open window is dropped"
+STEPPED_IN_PART = "This rank has stepped its own shard, and may not have all parameters of the others"
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -84,6 +88,29 @@ class Ranks:
             work: dist.Work = dist.all_reduce(tensor, group=self.group, async_op=True)
         return work
 
+    def start_scatter(self, into: Tensor, everybodys: Tensor) -> dist.Work:
+        """Makes ``into``, (m,), the sum over the ranks of the row of ``everybodys``, (size, m), that is this rank's,
+        without waiting."""
+        # torch 2.13 has given it a new name and warns of the old one.
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        with self.naming_failures("a sum over the ranks"):
+            work: dist.Work = scatter(into, everybodys.view(-1), group=self.group, async_op=True)
+        return work
+
+    def start_gather(self, into: Tensor, mine: Tensor) -> dist.Work:
+        """Makes row r of ``into``, (size, m), what rank r has as ``mine``, (m,), without waiting."""
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        with self.naming_failures(GATHER, STEPPED_IN_PART):
+            # As bytes: not all transports know all dtypes.
+            into, mine = into.view(-1).view(torch.uint8), mine.view(torch.uint8)
+            work: dist.Work = gather(into, mine, group=self.group, async_op=True)
+        return work
+
+    def take_first_(self, tensor: Tensor) -> None:
+        """Makes ``tensor`` what rank 0 of the group has, in place."""
+        with self.naming_failures("a sum over the ranks"):
+            dist.broadcast(tensor, group=self.group, group_src=0)
+
     def union(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
         """For each place, whether any rank has its flag set."""
         mine = torch.tensor(flags, dtype=torch.uint8, device="cpu" if self._speaks_cpu else device)
@@ -92,15 +119,15 @@ class Ranks:
         return [flag != 0 for flag in mine.tolist()]
 
     @contextmanager
-    def naming_failures(self, what: str) -> Iterator[None]:
+    def naming_failures(self, what: str, so: str = NOTHING_STEPPED) -> Iterator[None]:
         """Raises RankLostError for whatever torch raises inside."""
         try:
             yield
         except RuntimeError as error:  # what gloo, NCCL and the store raise
             raise RankLostError(
                 f"rank {self.rank} of {self.size}: {what} failed. Another rank has died, is later than the group's "
-                "timeout, or has called step() and flush() another number of times. Nothing was stepped, and the open "
-                f"window is dropped; start again from a checkpoint. torch says: {str(error).splitlines()[0]}"
+                f"timeout, or has called step() and flush() another number of times. {so}; start again from "
+                f"a checkpoint. torch says: {str(error).splitlines()[0]}"
             ) from error
 
 
@@ -117,6 +144,19 @@ def check_group(group: Any, reduce_dtype: Any) -> None:
         )
     if dist.get_rank(group) < 0:
         raise ValueError("process_group does not have this process among its ranks; accepted: one that does")
+
+
+def check_shard_states(shard_states: Any, group: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError for a ``shard_states`` that is not accepted."""
+    if not isinstance(shard_states, bool):
+        raise ValueError(f"shard_states is {shard_states!r}; accepted: True, False")
+    if shard_states and group is None:
+        raise ValueError("shard_states is True without a process_group; accepted: False, there is nobody to share with")
+    if shard_states and rule_for(optimizer) is None:
+        raise ValueError(
+            f"shard_states is True with {type(optimizer).__name__}, whose own step takes whole parameters; accepted: "
+            "torch.optim's Adam, AdamW and SGD, which are fused"
+        )
 
 
 def check_overlap(overlap: Any, group: Any, nonfinite: str) -> None:

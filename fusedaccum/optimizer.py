@@ -21,13 +21,14 @@ from .backends import choose
 from .boundary import Boundary
 from .capture import Capture
 from .ddp import ReducersOut
-from .distributed import Agreement, Ranks, check_group, check_overlap, describe
+from .distributed import Agreement, Ranks, check_group, check_overlap, check_shard_states, describe
 from .microbatch import MicroBatches
 from .parallel import ParallelOptimizer
 from .reduction import Reduction
 from .registry import Registry
 from .rules import check_optimizer, rule_for
 from .scaling import LossScale, mark
+from .sharded_boundary import ShardedBoundary
 from .window import Window
 
 DEFAULT_BUCKET_BYTES = 32 * 2**20
@@ -69,6 +70,11 @@ class FusedAccumOptimizer(ParallelOptimizer):
             weights, norm and found_inf are those of all ranks together, by one reduction a window.
         reduce_dtype: of that reduction; float32 or bfloat16 (half the bytes; each rank's sum is rounded to 8 bits).
         overlap: reduce during the last micro-batch's backward; see ``last_micro_batch``.
+        shard_states: each of the N ranks keeps states and masters of its own part of every parameter, steps that, and
+            sends it to the others (ZeRO-1): 12/N bytes instead of 12 for bf16 and AdamW, and no more traffic.
+            ``.grad`` is None once the sum is made: after ``step()`` and after ``clip_grad_norm_``. States are DTensors:
+            save them with ``torch.distributed.checkpoint``, which brings them to any number of ranks, or get them whole
+            on all ranks by its ``get_optimizer_state_dict(..., full_state_dict=True)``.
 
     Raises:
         TypeError, ValueError: an argument or parameter that is not accepted, or not the same on all ranks; nothing has
@@ -90,6 +96,7 @@ class FusedAccumOptimizer(ParallelOptimizer):
         process_group: torch.distributed.ProcessGroup | None = None,
         reduce_dtype: torch.dtype = torch.float32,
         overlap: bool = False,
+        shard_states: bool = False,
     ) -> None:
         check_group(process_group, reduce_dtype)
         ranks = None if process_group is None else Ranks(process_group)
@@ -102,11 +109,13 @@ class FusedAccumOptimizer(ParallelOptimizer):
             "statistics": statistics,
             "reduce_dtype": reduce_dtype,
             "overlap": overlap,
+            "shard_states": shard_states,
         }
         with Agreement(ranks) as agreement:
             validate.check_arguments(optimizer, accumulation_steps, max_grad_norm, master_weights, bucket_bytes)
             validate.check_nonfinite(nonfinite)
             scaling = LossScale.of(loss_scale)
+            check_shard_states(shard_states, process_group, optimizer)
             if process_group is None:
                 validate.check_process_group(param for group in optimizer.param_groups for param in group["params"])
             check_overlap(overlap, process_group, nonfinite)
@@ -144,7 +153,10 @@ class FusedAccumOptimizer(ParallelOptimizer):
 
         self._registry = Registry(optimizer, rule, self._capture, new_arena)
         self._micro_batches = MicroBatches(self._window, self._registry, self._capture)
-        self._boundary = Boundary(optimizer, rule, self._registry, masters=master_weights is not False)
+        parties = optimizer, rule, self._registry, master_weights is not False
+        self._boundary = Boundary(*parties)
+        if ranks is not None and ranks.size > 1 and shard_states:
+            self._boundary = ShardedBoundary(*parties, ranks, bucket_bytes)
         self._reducers_out = ReducersOut(self._registry.slots.__contains__)
         self._capture.on_backward = self._reducers_out.check
         self._reduction = None
@@ -306,12 +318,15 @@ class FusedAccumOptimizer(ParallelOptimizer):
         """The plain optimizer's format, with masters as ``state[i]["master_param"]``, and under "fusedaccum" the open
         window (accumulators, which parameters have one, position, weights), loss scale and statistics.
 
-        The tensors are the live ones, as in torch.
+        The tensors are the live ones, as in torch. With ``shard_states`` they are DTensors, of which this rank has its
+        part.
         """
         self._capture.flush()
         if self._reduction is not None:
             self._reduction.check_own()
-        held = checkpoint.without_unused_momentum(super().state_dict(), self.param_groups, self._registry)
+        held = checkpoint.without_unused_momentum(
+            super().state_dict(), self.param_groups, self._registry, self._boundary
+        )
         held = {**held, resume.KEY: resume.save(self.param_groups, self._registry, self._window)}
         self._rest()
         return held
@@ -348,7 +363,8 @@ class FusedAccumOptimizer(ParallelOptimizer):
     def remove(self) -> torch.optim.Optimizer:
         """Gives the model back to plain torch and returns the wrapped optimizer.
 
-        Gradients and state stay, in the parameters' dtypes; masters go. The wrapper cannot be used afterwards.
+        Gradients and state stay, in the parameters' dtypes; masters go. The wrapper cannot be used afterwards. With
+        ``shard_states`` all ranks call it, and each has the whole state then.
         """
         self._window.warn_if_open()
         self._window.close()

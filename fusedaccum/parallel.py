@@ -145,7 +145,8 @@ class ParallelOptimizer(ReportingOptimizer):
         ended = None if self._reduction is None else self._reduction.take()
         if ended is not None:
             totals, found_inf, is_spent = ended.totals, ended.found_inf, True
-        self._boundary.run(totals, max_norm, self.grad_scale, found_inf)
+        with nullcontext() if self._reduction is None else self._reduction.noting_loss():
+            self._boundary.run(totals, max_norm, self.grad_scale, found_inf)
         self._window.start_afresh(is_spent)
 
     def _sum_over_ranks(self) -> Totals | None:

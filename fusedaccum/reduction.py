@@ -111,7 +111,7 @@ class Reduction:
     def _forget(self) -> None:
         self._ended: Ended | None = None
         self._has_asked = False
-        self._pieces: Pieces | None = None  # of a window that overlaps
+        self._pieces: Pieces[Any] | None = None  # of a window that overlaps
 
     # The last micro-batch -------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Reduction:
         if self._overlap and is_last and not self._has_asked:
             self._has_asked = True
             self._make_room()
-            with self._noting_loss():
+            with self.noting_loss():
                 rows = self._agree(_Facts(BEGIN, 1, *self._checksums()))
             if all(row.kind == BEGIN for row in rows):
                 self._pieces = self._cut()
@@ -156,11 +156,11 @@ class Reduction:
     def after_adding(self, slots: Sequence[Slot]) -> None:
         """Gradients of ``slots`` have been added: sends what is complete by that, in the fixed order."""
         if self._pieces is not None:
-            with self._noting_loss():
+            with self.noting_loss():
                 self._pieces.complete(slots)
 
-    def _cut(self, used: Container[Slot] | None = None) -> Pieces:
-        return Pieces(self.ranks, self._registry.arenas.values(), self._piece_bytes, self._reduce_dtype, used)
+    def _cut(self, used: Container[Slot] | None = None) -> Pieces[Any]:
+        return self._boundary.pieces(self.ranks, self._piece_bytes, self._reduce_dtype, used)
 
     def _make_room(self) -> None:
         """The same places on all ranks, whatever gradients each has had so far: of all that may have any."""
@@ -193,7 +193,7 @@ class Reduction:
         """
         self.check_alive()
         if self._ended is None:
-            with self._noting_loss():
+            with self.noting_loss():
                 self._ended = self._end(kind, math.inf if max_norm is None else max_norm, found_inf)
         return self._ended
 
@@ -205,7 +205,6 @@ class Reduction:
             self._boundary.norm((1.0, 1.0, 1.0))  # this rank's sums of squares, into the control blocks
         else:
             registry.any_arena().control.zero_()
-        arenas = list(registry.arenas.values())
         home = registry.any_arena()
         mine = self._of(kind, max_norm)
         told = self._device_facts(found_inf)
@@ -226,10 +225,7 @@ class Reduction:
         used = self._used_anywhere(any(row.n_missing for row in rows))
         if self._pieces is None:
             self._cut(used).finish()
-        keeps_micro = next((slot.arena for slot in used if slot.n_elems), None)
-        for arena in arenas:
-            arena.take_sum([slot for slot in arena.slots if slot in used])  # type: ignore[misc]
-            arena.take_statistics(told[:2], told[2] if arena is keeps_micro else None)
+        self._boundary.take_sum(used, told)
         all_flush = all(row.kind == FLUSH for row in rows)
         self._forget()
         return Ended(totals, told[3:], all_flush)
@@ -342,7 +338,7 @@ class Reduction:
     # Dropping -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _noting_loss(self) -> Iterator[None]:
+    def noting_loss(self) -> Iterator[None]:
         """When a rank is lost, what is in the buffers is nobody's sum: drops it, so that an emergency checkpoint holds
         the state of the last boundary."""
         try:
@@ -354,6 +350,7 @@ class Reduction:
             self._window.close()
             self._window.start_afresh()
             self._forget()
+            self._boundary.forget_sum()
             raise
 
     def take(self) -> Ended | None:
@@ -367,6 +364,7 @@ class Reduction:
         """The open window's gradients are dropped by this rank."""
         self.check_droppable()
         self._forget()
+        self._boundary.forget_sum()
 
     def check_own(self) -> None:
         """Raises RuntimeError where what is accumulated is not this rank's own any more."""

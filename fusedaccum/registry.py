@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +92,8 @@ class Registry:
                 if slot.arena is not None:
                     regrouped.add(slot.arena)
         for param in [param for param in self.slots if param not in present]:
+            if any(dtensor.is_dtensor(value) and not dtensor.is_dtensor(param) for value in self._states_of(param)):
+                del self._optimizer.state[param]  # parts, which nobody but us can step
             self._give_back(self.slots.pop(param))
         for arena in regrouped:
             arena.write_table()
@@ -184,6 +187,12 @@ class Registry:
             raise RuntimeError(
                 f"{slot.name} had the strides {slot.param_strides} and now has {param.stride()}; accepted: DTensors "
                 "that keep theirs. Wrap a new optimizer"
+            )
+        if slot.keeps_order:
+            raise RuntimeError(
+                f"{slot.name} had the strides {slot.param_strides} and now has {param.stride()}, and its states are "
+                "sharded; accepted: conversions before the first boundary. Save a state_dict, convert the model, wrap "
+                "a new optimizer and load it"
             )
         views: list[Tensor] = []
         if arena is not None and slot.view is not None:
@@ -350,6 +359,8 @@ class Registry:
             return
         held.pop("master_param", None)
         for name, value in held.items():
+            if dtensor.is_dtensor(value) and not slot.is_sharded:
+                held[name] = value = value.full_tensor()
             if name != "step" and isinstance(value, Tensor) and value.is_floating_point():
                 held[name] = value.to(slot.param.dtype)
         rule, arena = self._rule, slot.arena
@@ -357,6 +368,9 @@ class Registry:
             return
         if arena.steps[slot.index] == 0:
             held[rule.extra_name] = None  # torch's sign that no update has filled the buffer yet
+
+    def _states_of(self, param: Tensor) -> list[Any]:
+        return list(self._optimizer.state.get(param, {}).values())
 
     def remove(self) -> None:
         """Gives every parameter back to torch, with gradient and state in its own dtype."""

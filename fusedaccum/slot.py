@@ -35,6 +35,7 @@ class Slot:
         "is_contiguous",
         "is_hidden",
         "is_sharded",
+        "keeps_order",
         "n_elems",
         "n_replicas",
         "name",
@@ -57,6 +58,8 @@ class Slot:
         self.n_replicas = n_replicas(param) if self.is_sharded else 1
         self.is_hidden = False
         """A gradient is accumulated, and yet ``.grad`` is None: see ``sharded_capture``."""
+        self.keeps_order = False
+        """States lie in the memory order that the parameter has, and cannot follow it into another."""
         self.leave_arena()
         self.remember_tensor()
 
