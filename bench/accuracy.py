@@ -7,6 +7,7 @@ values of 8 bits without rounding.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ def _gradients(k: int) -> Iterator[Tensor]:
         yield (mean + torch.randn(N, generator=random)).to(torch.bfloat16)
 
 
-class Way:
+class Way(ABC):
     """Takes gradients one by one; ``mean`` is what it makes of them."""
 
     precision = FP32
@@ -63,9 +64,9 @@ class Way:
         """Its buffers."""
         self.acc = torch.zeros(N)
 
+    @abstractmethod
     def add(self, grad: Tensor) -> None:
         """One micro-batch."""
-        raise NotImplementedError
 
     def mean(self) -> Tensor:
         """Over the micro-batches, as it would be used."""

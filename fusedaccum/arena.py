@@ -227,9 +227,9 @@ class Arena:
         assert slot.view is not None
         slot.view.copy_(value)
         self.measure([slot])
-        if self.micro_partials is not None:
-            chunks = self._chunks_of(slot)
-            self.micro_partials[chunks] = self.partials[chunks]
+        micro = self.micro_partials_of(slot)
+        if micro is not None:
+            micro.copy_(self.partials[self._chunks_of(slot)])
         self._wrote(touched)
 
     def add_sparse(self, slot: Slot, grad: Tensor, scale: float, factor: Tensor | None) -> None:
@@ -253,11 +253,11 @@ class Arena:
         )
         slot.view.add_(scaled)
         self.measure([slot])
-        if self.micro_partials is not None and slot.n_elems:
-            chunks = self._chunks_of(slot)
+        micro = self.micro_partials_of(slot)
+        if micro is not None and slot.n_elems:
             if is_first:
-                self.micro_partials[chunks] = 0.0
-            self.micro_partials[chunks.start] += values.double().square().sum()
+                micro.zero_()
+            micro[0] += values.double().square().sum()
         self._wrote(touched)
 
     def micro_partials_of(self, slot: Slot) -> Tensor | None:

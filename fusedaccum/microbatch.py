@@ -143,8 +143,7 @@ class MicroBatches:
 
     def _count(self, weight: Tensor) -> None:
         self._window.open.on_device = True
-        arenas = list(self._registry.arenas.values()) or [self._registry.any_arena()]
-        for arena in arenas:
+        for arena in self._registry.some_arenas():
             arena.add_weight(weight)
 
     def check_droppable(self) -> None:

@@ -124,3 +124,49 @@ def checked_step(
                     f"{op}: params[{i}] needs {name} elements {offset} to {offset + n_elems}; found {size}"
                 )
     return rows
+
+
+def check_accumulate(
+    op: str, acc: Tensor, partials: Tensor, micro_partials: Tensor | None, table: Tensor, factor: Tensor | None
+) -> None:
+    """The buffers of ``accumulate_``."""
+    check_flat(op, "partials", partials, torch.float64)
+    check_flat(op, "acc", acc, torch.float32)
+    if micro_partials is not None:
+        check_flat(op, "micro_partials", micro_partials, torch.float64, partials.numel())
+    if factor is not None:
+        check_flat(op, "factor", factor, torch.float64, 1)
+    check_columns(op, "table", table, torch.int64, len(layout.SLOT_COLUMNS))
+
+
+def check_finalize(
+    op: str,
+    control: Tensor,
+    scalars: Tensor,
+    steps: Tensor,
+    window: Tensor,
+    partials: Tensor,
+    micro_partials: Tensor | None,
+    table: Tensor,
+    hyper: Tensor,
+    active: Tensor,
+    rule: int,
+    extra: Tensor | None,
+) -> None:
+    """What ``finalize_`` can be refused for without looking into ``table``."""
+    check_flat(op, "control", control, torch.float64, layout.CONTROL_SIZE)
+    check_flat(op, "window", window, torch.float64, layout.WINDOW_SIZE)
+    check_flat(op, "partials", partials, torch.float64)
+    if micro_partials is not None:
+        check_flat(op, "micro_partials", micro_partials, torch.float64, partials.numel())
+    check_columns(op, "scalars", scalars, torch.float32, layout.SCALAR_COLUMNS)
+    check_columns(op, "hyper", hyper, torch.float64, layout.HYPER_COLUMNS)
+    check_columns(op, "table", table, torch.int64, len(layout.SLOT_COLUMNS))
+    n_slots = table.shape[0]
+    check_flat(op, "steps", steps, torch.float32, n_slots)
+    check_flat(op, "active", active, torch.uint8, n_slots)
+    check_enough_scalars(op, scalars, n_slots)
+    if rule not in (layout.RULE_ADAM, layout.RULE_SGD, layout.RULE_NONE):
+        raise RuntimeError(f"{op}: rule is {rule}; accepted: 0 (Adam), 1 (SGD), 2 (none)")
+    if extra is not None:
+        check_flat(op, "extra", extra, torch.float64, 2)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from . import layout
 from .op_checks import (
-    check_columns,
+    check_accumulate,
     check_dtype,
-    check_enough_scalars,
+    check_finalize,
     check_flat,
     check_same_length,
     check_slot,
@@ -40,12 +40,7 @@ def accumulate_(
     factor: Tensor | None,
 ) -> None:
     op = "accumulate_"
-    check_flat(op, "partials", partials, torch.float64)
-    check_flat(op, "acc", acc, torch.float32)
-    if micro_partials is not None:
-        check_flat(op, "micro_partials", micro_partials, torch.float64, partials.numel())
-    if factor is not None:
-        check_flat(op, "factor", factor, torch.float64, 1)
+    check_accumulate(op, acc, partials, micro_partials, table, factor)
     rows = table_rows(op, table)
     check_same_length(op, "grads", grads, "slots", slots)
     check_same_length(op, "grads", grads, "first", first)
@@ -113,21 +108,10 @@ def finalize_(
     advance: bool,
 ) -> None:
     op = "finalize_"
-    check_flat(op, "control", control, torch.float64, layout.CONTROL_SIZE)
-    check_flat(op, "window", window, torch.float64, layout.WINDOW_SIZE)
-    check_flat(op, "partials", partials, torch.float64)
-    if micro_partials is not None:
-        check_flat(op, "micro_partials", micro_partials, torch.float64, partials.numel())
-    check_columns(op, "scalars", scalars, torch.float32, layout.SCALAR_COLUMNS)
-    check_columns(op, "hyper", hyper, torch.float64, layout.HYPER_COLUMNS)
+    check_finalize(
+        op, control, scalars, steps, window, partials, micro_partials, table, hyper, active, rule, extra
+    )  # fmt: skip
     rows = table_rows(op, table)
-    check_flat(op, "steps", steps, torch.float32, len(rows))
-    check_flat(op, "active", active, torch.uint8, len(rows))
-    check_enough_scalars(op, scalars, len(rows))
-    if rule not in (layout.RULE_ADAM, layout.RULE_SGD, layout.RULE_NONE):
-        raise RuntimeError(f"{op}: rule is {rule}; accepted: 0 (Adam), 1 (SGD), 2 (none)")
-    if extra is not None:
-        check_flat(op, "extra", extra, torch.float64, 2)
     taking_part = [slot for slot, is_active in enumerate(active[: len(rows)].tolist()) if is_active]
     for slot in taking_part:
         if not 0 <= rows[slot][3] < hyper.shape[0]:

@@ -316,14 +316,17 @@ class Registry:
                 arena.window.copy_(others[0].window)
         return arena
 
+    def some_arenas(self) -> list[Arena]:
+        """All arenas; one, made for the purpose, where there is none yet."""
+        if not self.arenas:
+            params = (param for group in self._optimizer.param_groups for param in group["params"])
+            first = next(params, None)
+            self.arena_of(torch.device("cpu") if first is None else first.device)
+        return list(self.arenas.values())
+
     def any_arena(self) -> Arena:
         """Some arena, for what is the same in all of them."""
-        for arena in self.arenas.values():
-            return arena
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                return self.arena_of(param.device)
-        return self.arena_of(torch.device("cpu"))
+        return self.some_arenas()[0]
 
     def holds_gradients(self) -> bool:
         """Whether any parameter has a ``.grad``."""

@@ -111,13 +111,11 @@ def load(
         for param in params:
             param.grad = None
     window.start_afresh()
-    for arena in registry.arenas.values():
+    for arena in registry.some_arenas():
         arena.window.copy_(held["window"])
-    if not registry.arenas:
-        registry.any_arena().window.copy_(held["window"])
-    if saved is None:
-        for arena in registry.arenas.values():
+        if saved is None:
             arena.drop_weights()
+    if saved is None:
         return
     for i, grad in grads.items():
         slot = registry.slots[params[i]]

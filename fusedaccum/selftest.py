@@ -10,6 +10,8 @@ from torch import Tensor
 
 from . import layout
 from .backends import Backend, choose
+from .scaling import LossScale
+from .stats import new_window
 from .validate import DTYPES
 
 # One element, a vector and its neighbours, a chunk and a bit, and a slot with nothing in it.
@@ -45,11 +47,8 @@ class _Buffers:
         self.factor = torch.full((1,), 0.3, dtype=torch.float64)
         self.control = torch.zeros(layout.CONTROL_SIZE, dtype=torch.float64)
         # A weight that only the device knows, a loss scale that grows after each window, averages that begin.
-        self.window = torch.zeros(layout.WINDOW_SIZE, dtype=torch.float64)
+        self.window = new_window(LossScale(4.0, growth_interval=1))
         self.window[layout.WEIGHT], self.window[layout.WEIGHT_SQ] = 0.5, 0.25
-        self.window[layout.LOSS_SCALE], self.window[layout.INV_LOSS_SCALE] = 4.0, 0.25
-        self.window[layout.GROWTH_FACTOR], self.window[layout.BACKOFF_FACTOR] = 2.0, 0.5
-        self.window[layout.GROWTH_INTERVAL], self.window[layout.DECAY] = 1.0, 0.9
         self.scalars = torch.zeros(len(_SIZES), layout.SCALAR_COLUMNS)
         self.steps = torch.zeros(len(_SIZES))
         self.active = torch.ones(len(_SIZES), dtype=torch.uint8)

@@ -254,6 +254,8 @@ class Window:
 
     def describe(self, fate: str) -> str:
         """A sentence on the open window."""
+        if self.accumulation_steps is None:
+            return f"fusedaccum: what {self.open.backwards} backward calls have accumulated without a step() {fate}"
         return (
             f"fusedaccum: an accumulation window of {self.position} of {self.accumulation_steps} micro-batches {fate}. "
             "Call flush() at the end of the epoch to step it"

@@ -356,3 +356,27 @@ def check_finalize(
     for name in ("control", "window", "scalars", "steps"):
         assert_same_bits(getattr(results[1], name), getattr(results[0], name), name)
     return results[1]
+
+
+def check_windows(native: Backend, ptx: Backend, rule: int) -> None:
+    """Three windows of two micro-batches; the second window has an inf in it, and each leaves out a parameter more."""
+    params = every_param(rule, (5, 1033)) + [Param(CHUNK + 3, torch.bfloat16, True, 0)]
+    results = []
+    for backend in (native, ptx):
+        generator = torch.Generator().manual_seed(3)
+        buffers = ready_to_step(rule, params, 0, lambda n, dtype, g: torch.randn(n, generator=g).to(dtype), 0.0)
+        slots = list(range(1, len(params) + 1))
+        for window in range(3):
+            active = slots[window:]
+            for micro_batch in range(2):
+                grads = [torch.randn(params[s - 1].n, generator=generator).to(params[s - 1].dtype) for s in active]
+                if window == 1 and micro_batch == 0:
+                    grads[-1][CHUNK] = float("inf")
+                first = [int(micro_batch == 0)] * len(active)
+                accumulate(backend, buffers, grads, first, active, scale=SCALE, factor=0.7, micro=True)
+            finalize(backend, buffers, GROUPS[rule], rule, active=active, numerator=0.5, max_norm=1.0, micro=True)
+            assert buffers.control[layout.FOUND_INF] == float(window == 1)
+            assert buffers.control[layout.SKIPPED] == float(window == 1)
+            step(backend, buffers, rule, active)
+        results.append(buffers)
+    assert_same_buffers(*results[::-1])

@@ -3,60 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from cuda_cases import (
-    BEFORE_CHUNKS,
-    FAR_ELEMS,
-    Boundary,
     check_accumulate,
     check_finalize,
     check_overflow,
-    check_step,
     every_grad,
-    every_param,
     tiny_grads,
     wide,
 )
-from cuda_harness import PtxBackend
+from planted_faults import DIFFERS, FAR, HUGE, NARROW, UNINITIALISED, Fault, adam, boundary, sgd
 
-from fusedaccum.backends import Backend
-from fusedaccum.layout import CHUNK, RULE_ADAM, RULE_NONE, RULE_SGD
-
-SLOTS = (5, 0, 3 * CHUNK + 1, 1100 * CHUNK, 7)
-
-
-def boundary(inactive: bool = False, partial_: float | None = None) -> Boundary:
-    result = Boundary(SLOTS, RULE_ADAM, [0, 3] if inactive else None)
-    if partial_ is not None:
-        result.partials[2] = partial_
-    return result
-
+from fusedaccum.layout import CHUNK, RULE_NONE
 
 grads = partial(check_accumulate, grads=every_grad((7, 1025, CHUNK + 9)))
-# One kind of parameter would do for most, but all are in one launch anyhow.
-adam = partial(check_step, rule=RULE_ADAM, params=every_param(RULE_ADAM, (9, 1033)))
-sgd = partial(check_step, rule=RULE_SGD, params=every_param(RULE_SGD, (9, 1033)))
 micro = partial(check_accumulate, grads=every_grad((7, 1025, CHUNK + 9), parity=1), micro=True)
-FAR, HUGE = {"far_elems": FAR_ELEMS}, {"before_chunks": BEFORE_CHUNKS}
-UNINITIALISED = "read of uninitialised global memory|out of bounds"
-DIFFERS = r"\d+ of \d+ differ"
-NARROW = "fewer bytes than expected in accesses of that width"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """``old`` becomes ``new`` in ``file`` wherever it stands; ``check`` has to fail with ``message``."""
-
-    file: str
-    old: str
-    new: str
-    check: Callable[[Backend, PtxBackend], object]
-    message: str
-    options: dict[str, int] | None = None
-
 
 FAULTS = {
     # Tails and lanes.

@@ -13,6 +13,8 @@ from torch import Tensor
 from fusedaccum import layout
 from fusedaccum.backends import Backend
 from fusedaccum.layout import CHUNK
+from fusedaccum.scaling import LossScale
+from fusedaccum.stats import new_window
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Either side of the widest vector (16 lanes of fp32), of a round of lanes, and of a chunk; and several chunks.
@@ -62,13 +64,9 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
         raise AssertionError(f"{what}: {where.numel()} of {actual.numel()} differ, [{at}] is {got!r}, not {want!r}")
 
 
-def fresh_window(loss_scale: float = 1.0, growth: float = 1.0, backoff: float = 1.0, interval: float = 2000) -> Tensor:
+def fresh_window(loss_scale: float = 1.0, growth: float = 1.0, backoff: float = 1.0, interval: int = 2000) -> Tensor:
     """A ``window`` before the first boundary; as it stands, without loss scaling."""
-    window = torch.zeros(layout.WINDOW_SIZE, dtype=torch.float64)
-    window[layout.LOSS_SCALE], window[layout.INV_LOSS_SCALE] = loss_scale, 1.0 / loss_scale
-    window[layout.GROWTH_FACTOR], window[layout.BACKOFF_FACTOR] = growth, backoff
-    window[layout.GROWTH_INTERVAL], window[layout.DECAY] = interval, 0.99
-    return window
+    return new_window(LossScale(loss_scale, growth, backoff, interval))
 
 
 @dataclass

@@ -7,8 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from cuda_faults import FAR, FAULTS, HUGE
+from cuda_faults import FAULTS
 from cuda_harness import SOURCES, PtxBackend
+from planted_faults import FAR, HUGE
 from ptxrun import PtxError
 
 from fusedaccum.backends import Backend
@@ -21,9 +22,7 @@ def test_is_found(native: Backend, ptx_plan: ModuleType, tmp_path: Path, name: s
     fault = FAULTS[name]
     shutil.copytree(SOURCES.parent, tmp_path / "csrc")
     sources = tmp_path / "csrc" / "cuda"
-    text = (sources / fault.file).read_text()
-    assert fault.old in text, "the sources have changed: plant the fault anew"
-    (sources / fault.file).write_text(text.replace(fault.old, fault.new))
+    fault.plant(sources)
     with pytest.raises((PtxError, AssertionError), match=fault.message):
         fault.check(native, PtxBackend(ptx_plan, 90, sources=sources, **(fault.options or {})))
 

@@ -11,18 +11,15 @@ from cuda_cases import (
     FAR_ELEMS,
     GROUPS,
     KINDS,
-    SCALE,
     SIZES,
     Param,
     any_bits,
     check_step,
+    check_windows,
     every_param,
-    ready_to_step,
-    step,
     tiny_params,
 )
 from cuda_harness import ARCHS, SCALAR_BYTES, PtxBackend, rotated
-from helpers import accumulate, assert_same_buffers, finalize
 
 from fusedaccum.backends import Backend
 from fusedaccum.layout import CHUNK, RULE_ADAM, RULE_SGD
@@ -145,23 +142,4 @@ def test_bytes(
 @each_arch
 @each_rule
 def test_windows_through_all_kernels(native: Backend, ptx_plan: ModuleType, arch: int, rule: int) -> None:
-    """Two windows of two micro-batches, the second with an inf in it and a parameter left out."""
-    params = every_param(rule, (5, 1033)) + [Param(CHUNK + 3, torch.bfloat16, True, 0)]
-    results = []
-    for backend in (native, PtxBackend(ptx_plan, arch)):
-        generator = torch.Generator().manual_seed(3)
-        buffers = ready_to_step(rule, params, 0, lambda n, dtype, g: torch.randn(n, generator=g).to(dtype), 0.0)
-        slots = list(range(1, len(params) + 1))
-        for window in range(3):
-            active = slots[window:]
-            for micro_batch in range(2):
-                grads = [torch.randn(params[s - 1].n, generator=generator).to(params[s - 1].dtype) for s in active]
-                if window == 1 and micro_batch == 0:
-                    grads[-1][CHUNK] = float("inf")
-                first = [int(micro_batch == 0)] * len(active)
-                accumulate(backend, buffers, grads, first, active, scale=SCALE, factor=0.7, micro=True)
-            finalize(backend, buffers, GROUPS[rule], rule, active=active, numerator=0.5, max_norm=1.0, micro=True)
-            assert buffers.control[1] == float(window == 1)
-            step(backend, buffers, rule, active)
-        results.append(buffers)
-    assert_same_buffers(*results[::-1])
+    check_windows(native, PtxBackend(ptx_plan, arch), rule)

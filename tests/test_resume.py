@@ -230,6 +230,17 @@ def test_a_distributed_checkpoint_says_that_it_drops_the_window(backend_name):
     assert optimizer.flush()
 
 
+def test_a_distributed_checkpoint_says_so_in_a_users_own_loop_too(backend_name):
+    """Without accumulation_steps there is no window to name, but gradients that are lost all the same."""
+    model = mlp()
+    optimizer = wrap(model, backend=backend_name)
+    train(model, optimizer, inputs(1), None)
+    for batch in inputs(2):
+        (model(batch) ** 2).mean().backward()
+    with pytest.warns(UserWarning, match=r"what 2 backward calls have accumulated without a step\(\) is not part of"):
+        get_optimizer_state_dict(model, optimizer)
+
+
 # Another process ------------------------------------------------------------------------------------------------------
 
 

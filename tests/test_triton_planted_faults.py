@@ -5,44 +5,30 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from cuda_cases import (
-    BEFORE_CHUNKS,
-    FAR_ELEMS,
-    Boundary,
     check_accumulate,
     check_finalize,
     check_measure,
     check_overflow,
-    check_step,
     every_grad,
-    every_param,
     tiny_grads,
     wide,
 )
+from planted_faults import DIFFERS, FAR, HUGE, NARROW, UNINITIALISED, Fault, adam, boundary, sgd
 from ptxrun import PtxError
 from torch import Tensor
 from triton_cases import check_roundings
 
 from fusedaccum.backends import Backend
-from fusedaccum.layout import CHUNK, RULE_ADAM, RULE_NONE, RULE_SGD
+from fusedaccum.layout import CHUNK, RULE_NONE
 
 pytestmark = pytest.mark.usefixtures("one_thread", "triton_installed")
-SLOTS = (5, 0, 3 * CHUNK + 1, 1100 * CHUNK, 7)
 SOURCES = Path(__file__).parent.parent / "triton_kernels"
-
-
-def boundary(inactive: bool = False, partial_: float | None = None, rule: int = RULE_ADAM) -> Boundary:
-    result = Boundary(SLOTS, rule, [0, 3] if inactive else None)
-    if partial_ is not None:
-        result.partials[2] = partial_
-    return result
 
 
 def minus_zeros(n: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -51,26 +37,7 @@ def minus_zeros(n: int, dtype: torch.dtype, generator: torch.Generator) -> Tenso
 
 grads = partial(check_accumulate, grads=every_grad((7, 1025, CHUNK + 9)))
 micro = partial(grads, micro=True)
-adam = partial(check_step, rule=RULE_ADAM, params=every_param(RULE_ADAM, (9, 1033)))
-sgd = partial(check_step, rule=RULE_SGD, params=every_param(RULE_SGD, (9, 1033)))
 ends = partial(check_finalize, boundary=boundary)
-FAR, HUGE = {"far_elems": FAR_ELEMS}, {"before_chunks": BEFORE_CHUNKS}
-UNINITIALISED = "read of uninitialised global memory|out of bounds"
-DIFFERS = r"\d+ of \d+ differ"
-NARROW = "fewer bytes than expected in accesses of that width"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """``old`` becomes ``new`` in ``file`` wherever it stands; ``check`` has to fail with ``message``."""
-
-    file: str
-    old: str
-    new: str
-    check: Callable[..., object]
-    message: str
-    options: dict[str, int] | None = None
-
 
 FAULTS = {
     # Tails and lanes.
@@ -341,9 +308,7 @@ FAULTS = {
 
 def planted(fault: Fault, folder: Path) -> Path:
     shutil.copytree(SOURCES, folder / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    text = (folder / "kernels" / fault.file).read_text()
-    assert fault.old in text, "the sources have changed: plant the fault anew"
-    (folder / "kernels" / fault.file).write_text(text.replace(fault.old, fault.new))
+    fault.plant(folder / "kernels")
     return folder / "kernels"
 
 

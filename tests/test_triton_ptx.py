@@ -18,7 +18,6 @@ from cuda_cases import (
     FEW_SIZES,
     GROUPS,
     KINDS,
-    SCALE,
     SIZES,
     Boundary,
     Grad,
@@ -29,15 +28,13 @@ from cuda_cases import (
     check_measure,
     check_overflow,
     check_step,
+    check_windows,
     every_grad,
     every_param,
-    ready_to_step,
-    step,
     tiny_grads,
     tiny_params,
     wide,
 )
-from helpers import accumulate, assert_same_buffers, finalize
 from torch import Tensor
 from triton_cases import check_roundings, check_widenings
 
@@ -294,28 +291,7 @@ class TestFinalize:
 
 @pytest.mark.parametrize(("rule", "arch"), [(RULE_ADAM, 90), (RULE_SGD, 100)], ids=["adam", "sgd"])
 def test_windows_through_all_kernels(native: Backend, ptx_of: Callable[..., object], arch: int, rule: int) -> None:
-    """Windows of two micro-batches, the second with an inf in it and a parameter left out."""
-    params = every_param(rule, (5, 1033)) + [Param(CHUNK + 3, torch.bfloat16, True, 0)]
-    results = []
-    for backend in (native, ptx_of(arch)):
-        generator = torch.Generator().manual_seed(3)
-        buffers = ready_to_step(rule, params, 0, lambda n, dtype, g: torch.randn(n, generator=g).to(dtype), 0.0)
-        slots = list(range(1, len(params) + 1))
-        for window in range(3):
-            active = slots[window:]
-            for micro_batch in range(2):
-                grads = [torch.randn(params[s - 1].n, generator=generator).to(params[s - 1].dtype) for s in active]
-                if window == 1 and micro_batch == 0:
-                    grads[-1][CHUNK] = float("inf")
-                first = [int(micro_batch == 0)] * len(active)
-                accumulate(backend, buffers, grads, first, active, scale=SCALE, factor=0.7, micro=True)
-            finalize(
-                backend, buffers, GROUPS[rule], rule, active=active, numerator=0.5, max_norm=1.0, micro=True
-            )  # fmt: skip
-            assert buffers.control[layout.SKIPPED] == float(window == 1)
-            step(backend, buffers, rule, active)
-        results.append(buffers)
-    assert_same_buffers(*results[::-1])
+    check_windows(native, ptx_of(arch), rule)
 
 
 @each_arch

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from fusedaccum import layout
-from fusedaccum.op_checks import check_columns, check_enough_scalars, check_flat, check_same_length
+from fusedaccum.op_checks import (
+    check_accumulate,
+    check_columns,
+    check_enough_scalars,
+    check_finalize,
+    check_flat,
+    check_same_length,
+)
 
 from .accumulate import accumulate_kernel, measure_kernel
 from .finalize import finalize_kernel
@@ -53,13 +60,7 @@ def accumulate_(
     factor: Tensor | None,
 ) -> None:
     op = "accumulate_"
-    check_flat(op, "partials", partials, torch.float64)
-    check_flat(op, "acc", acc, torch.float32)
-    if micro_partials is not None:
-        check_flat(op, "micro_partials", micro_partials, torch.float64, partials.numel())
-    if factor is not None:
-        check_flat(op, "factor", factor, torch.float64, 1)
-    check_columns(op, "table", table, torch.int64, len(layout.SLOT_COLUMNS))
+    check_accumulate(op, acc, partials, micro_partials, table, factor)
     _check_devices(op, acc, partials=partials, micro_partials=micro_partials, table=table, factor=factor)
     check_same_length(op, "grads", grads, "slots", slots)
     check_same_length(op, "grads", grads, "first", first)
@@ -116,22 +117,10 @@ def finalize_(
     advance: bool,
 ) -> None:
     op = "finalize_"
-    check_flat(op, "control", control, torch.float64, layout.CONTROL_SIZE)
-    check_flat(op, "window", window, torch.float64, layout.WINDOW_SIZE)
-    check_flat(op, "partials", partials, torch.float64)
-    if micro_partials is not None:
-        check_flat(op, "micro_partials", micro_partials, torch.float64, partials.numel())
-    check_columns(op, "scalars", scalars, torch.float32, layout.SCALAR_COLUMNS)
-    check_columns(op, "hyper", hyper, torch.float64, layout.HYPER_COLUMNS)
-    check_columns(op, "table", table, torch.int64, len(layout.SLOT_COLUMNS))
+    check_finalize(
+        op, control, scalars, steps, window, partials, micro_partials, table, hyper, active, rule, extra
+    )  # fmt: skip
     n_slots = table.shape[0]
-    check_flat(op, "steps", steps, torch.float32, n_slots)
-    check_flat(op, "active", active, torch.uint8, n_slots)
-    check_enough_scalars(op, scalars, n_slots)
-    if rule not in (layout.RULE_ADAM, layout.RULE_SGD, layout.RULE_NONE):
-        raise RuntimeError(f"{op}: rule is {rule}; accepted: 0 (Adam), 1 (SGD), 2 (none)")
-    if extra is not None:
-        check_flat(op, "extra", extra, torch.float64, 2)
     _check_devices(
         op, control, scalars=scalars, steps=steps, window=window, partials=partials, micro_partials=micro_partials,
         table=table, hyper=hyper, active=active, extra=extra,

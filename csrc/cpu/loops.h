@@ -119,30 +119,10 @@ double accumulate_chunk(float* __restrict acc, const void* grad_bytes, int64_t n
     lanes[i] = squares.acc;
     if (kMicro) micro_lanes[i] = squares.micro;
   }
-  int64_t base = kLanes;
-  if (kMicro) {
-    // Two rows in one pass, which spares every second load and store of the lanes: with two threads on two cores (a
-    // virtual AMD EPYC, AVX-512, gcc 12, 2026-12-01) the sums then cost 4% of an add from DRAM, not 20%. Without them,
-    // or with one thread, a row at a time is faster. Both rows are read before either is written: they are 4 KiB apart,
-    // and a load waits for an earlier store whose address has the same last 12 bits.
-    for (; base + 2 * kLanes <= n; base += 2 * kLanes) {
-      float* __restrict acc0 = acc + base;
-      float* __restrict acc1 = acc0 + kLanes;
-      const Grad* __restrict grad0 = grad + base;
-      const Grad* __restrict grad1 = grad0 + kLanes;
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const float added0 = scaled(to_float(grad0[i]), scale);
-        const float added1 = scaled(to_float(grad1[i]), scale);
-        const float result0 = acc0[i] + added0;
-        const float result1 = acc1[i] + added1;
-        acc0[i] = result0;
-        acc1[i] = result1;
-        lanes[i] = (lanes[i] + result0 * result0) + result1 * result1;
-        if (kMicro) micro_lanes[i] = (micro_lanes[i] + added0 * added0) + added1 * added1;
-      }
-    }
-  }
-  for (; base < n; base += kLanes) {
+  // A row at a time: two in one pass spare every second load and store of the lanes, and are slower from DRAM all the
+  // same. With micro squares, over autograd (bench/window_cost.py): 1.21 to 1.42 of an add without them, where a row at
+  // a time takes 1.05 to 1.12 (a virtual AMD EPYC with AVX-512, 2 threads, gcc 12, 2026-12-01).
+  for (int64_t base = kLanes; base < n; base += kLanes) {
     const int64_t left = n - base < kLanes ? n - base : kLanes;
     float* __restrict acc_row = acc + base;
     const Grad* __restrict grad_row = grad + base;
