@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedaccum import FusedAccumOptimizer
@@ -43,7 +44,11 @@ RESULTS = ROOT / "bench" / "results"
 GB_S = {8: ("NVLink 4, one direction of a GPU", 450.0), 64: ("one 400 Gb/s adapter a GPU", 50.0)}
 """For the estimate: what carries a ring of so many GPUs, and its GB/s."""
 
-Window = Callable[[list[Tensor]], None]
+
+class _Way(NamedTuple):
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    window: Callable[[list[Tensor]], None]
 
 
 def _model(dtype: torch.dtype, width: int) -> nn.Module:
@@ -56,7 +61,7 @@ def _adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def _ours(model: nn.Module, reduce_dtype: torch.dtype, **options: Any) -> tuple[nn.Module, Window]:
+def _ours(model: nn.Module, reduce_dtype: torch.dtype, **options: Any) -> _Way:
     optimizer = FusedAccumOptimizer(
         _adamw(model), accumulation_steps=K, max_grad_norm=MAX_NORM, process_group=dist.group.WORLD,
         reduce_dtype=reduce_dtype, **options,
@@ -68,10 +73,10 @@ def _ours(model: nn.Module, reduce_dtype: torch.dtype, **options: Any) -> tuple[
             optimizer.step()
             optimizer.zero_grad()
 
-    return model, window
+    return _Way(model, optimizer, window)
 
 
-def _ddp(model: nn.Module, syncs_each: bool) -> tuple[nn.Module, Window]:
+def _ddp(model: nn.Module, syncs_each: bool) -> _Way:
     ddp = DistributedDataParallel(model)
     optimizer = _adamw(ddp)
 
@@ -83,7 +88,14 @@ def _ddp(model: nn.Module, syncs_each: bool) -> tuple[nn.Module, Window]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return ddp, window
+    return _Way(ddp, optimizer, window)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of the states and masters that this rank holds, without the counts of steps."""
+    values = [value for held in optimizer.state.values() for name, value in held.items() if name != "step"]
+    here = [value.to_local() if isinstance(value, DTensor) else value for value in values]
+    return sum(value.numel() * value.element_size() for value in here)
 
 
 def _wire_bytes() -> int:
@@ -112,21 +124,22 @@ def _rank(rank: int, folder: Path, n_rounds: int, width: int, n_tokens: int) -> 
                 _model(dtype, width), torch.float32, overlap=True, bucket_bytes=4 * 2**20
             ),
             "fusedaccum, bf16 sum": _ours(_model(dtype, width), torch.bfloat16),
+            "fusedaccum, fp32 sum, sharded states": _ours(_model(dtype, width), torch.float32, shard_states=True),
         }
         torch.manual_seed(1 + rank)
         batches = [torch.randn(n_tokens, width, dtype=dtype) for _ in range(K)]
         seen: dict[str, list[tuple[float, int]]] = {name: [] for name in ways}
         for turn in range(n_rounds + 2):
-            for name, (_, window) in ways.items():
+            for name, way in ways.items():
                 dist.barrier()
                 before, start = _wire_bytes(), time.perf_counter()
-                window(batches)
+                way.window(batches)
                 dist.barrier()
                 if turn >= 2:  # DDP rebuilds its buckets in the second window
                     seen[name].append((time.perf_counter() - start, _wire_bytes() - before))
             if turn == 0:
-                _check([model for model, _ in ways.values()], dtype)
-        n_elems = sum(param.numel() for param in ways["DDP, no_sync"][0].parameters())
+                _check([way.model for way in ways.values()], dtype)
+        n_elems = sum(param.numel() for param in ways["DDP, no_sync"].model.parameters())
         first_ms = 1e3 * np.array([s[0] for s in seen["DDP, no_sync"]])
         for name, samples in seen.items():
             times_ms, n_bytes = 1e3 * np.array([s[0] for s in samples]), np.array([s[1] for s in samples])
@@ -136,7 +149,7 @@ def _rank(rank: int, folder: Path, n_rounds: int, width: int, n_tokens: int) -> 
                 "wire_bytes": int(np.median(n_bytes)), "median_ms": median, "p20_ms": p20, "p80_ms": p80,
                 # Round by round, which the machine's own drift does not reach.
                 "times_ddp_no_sync": float(np.median(times_ms / first_ms)),
-                "n_ranks": N_RANKS, "k": K, "tokens": n_tokens,
+                "state_bytes": _state_bytes(ways[name].optimizer), "n_ranks": N_RANKS, "k": K, "tokens": n_tokens,
             })  # fmt: skip
     if rank == 0:
         (folder / "rows.json").write_text(json.dumps(rows))
@@ -194,14 +207,15 @@ def main() -> None:
     console = Console(width=120)
     n_tokens = options.tokens
     table = Table(title=f"one window, K={K} micro-batches of {n_tokens} tokens, {N_RANKS} processes on gloo")
-    for column in ("parameters", "way", "MB on the wire", "bytes an element and rank", "ms", "p20 - p80", "x no_sync"):
+    columns = ("parameters", "way", "MB sent", "bytes an element and rank", "states", "ms", "p20 - p80", "x no_sync")
+    for column in columns:
         table.add_column(column, justify="left" if column in ("parameters", "way") else "right")
     for row in rows:
         sent, between = row["wire_bytes"], f"{row['p20_ms']:.1f} - {row['p80_ms']:.1f}"
-        per_element = f"{sent / row['n'] / N_RANKS:.2f}"
+        per_element, states = f"{sent / row['n'] / N_RANKS:.2f}", f"{row['state_bytes'] / row['n']:.2f}"
         table.add_row(
-            row["dtypes"], row["provider"], f"{sent / 1e6:.2f}", per_element, f"{row['median_ms']:.1f}", between,
-            f"{row['times_ddp_no_sync']:.2f}",
+            row["dtypes"], row["provider"], f"{sent / 1e6:.2f}", per_element, states, f"{row['median_ms']:.1f}",
+            between, f"{row['times_ddp_no_sync']:.2f}",
         )  # fmt: skip
     console.print(table)
     paper = Table(title=f"ESTIMATE on paper: ms of communication, K={K}, 10^9 bf16 parameters, no overlap")

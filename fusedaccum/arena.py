@@ -17,6 +17,7 @@ from .backends import Backend
 from .rules import HyperRow, Rule
 from .slot import Slot
 from .unscale import count_writes
+from .uploads import Uploads
 
 
 class Arena:
@@ -43,14 +44,13 @@ class Arena:
         self.control = self._zeros(layout.CONTROL_SIZE, torch.float64)
         self.scalars = self._zeros(0).view(0, layout.SCALAR_COLUMNS)
         self.steps = self._zeros(0)
-        self.hyper = self._zeros(0, torch.float64).view(0, layout.HYPER_COLUMNS)
         self.table = self._zeros(0, torch.int64).view(0, len(layout.SLOT_COLUMNS))
         self.states: dict[str, Tensor] = {}  # name -> flat fp32 buffer laid out as acc
         self.master = self._zeros(0)
         self.extra = self._zeros(0)
-        self._hyper_rows: list[HyperRow] = []
-        self._active: list[int] | None = None
-        self._active_mask = self._zeros(0, torch.uint8)
+        self._uploads = Uploads(device)
+        self._counts_moved = False
+        """The step counts have been given other memory than ``optimizer.state`` has views of."""
         self._version = self.acc._version
 
     def _zeros(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -64,7 +64,7 @@ class Arena:
         for slot in slots:
             self._place(slot)
         self.acc = self._grown(self.acc, self.layout.n_elems)
-        self.steps = self._grown(self.steps, len(self.slots))
+        self._move_counts(self._grown(self.steps, len(self.slots)))
         self._grow_tables()
         # A buffer that somebody wrote to must still count as written to under its new version counter.
         self._version = self.acc._version - 1 if touched else self.acc._version
@@ -82,6 +82,10 @@ class Arena:
         slot.arena, slot.index = self, len(self.slots)
         slot.placement = self.layout.add(slot.n_elems)
         self.slots.append(slot)
+
+    def _move_counts(self, steps: Tensor) -> None:
+        self._counts_moved = self._counts_moved or steps is not self.steps
+        self.steps = steps
 
     def _grow_tables(self) -> None:
         """Room for partials and scalars of all slots."""
@@ -111,7 +115,6 @@ class Arena:
         ]
         table = torch.tensor(rows, dtype=torch.int64).view(-1, len(layout.SLOT_COLUMNS))
         self.table = table.to(self.device)
-        self._active = None
 
     def view_of(self, slot: Slot, buffer: Tensor, offset_elems: int | None = None) -> Tensor:
         """The slot's part of a flat buffer, in the shape and memory order of what this rank has of the parameter."""
@@ -294,13 +297,16 @@ class Arena:
             self.extra = self._grown(self.extra, self.layout.n_extra_elems)
             self.write_table()
             grew = True
+        self._counts_moved = False
         for slot in new_masters:
             self.master_view(slot).copy_(slot.local().detach())
             slot.remember_value()
         return grew
 
     def states_are_behind(self) -> bool:
-        """Whether the rule's states do not yet cover all slots."""
+        """Whether the rule's states do not yet cover all slots, or ``optimizer.state`` has views of counts of old."""
+        if self._counts_moved:
+            return True  # and nothing else has grown, where all new parameters are empty
         names = self.rule.state_names if self.rule is not None else ()
         return any(name not in self.states or self.states[name].numel() < self.layout.n_elems for name in names)
 
@@ -343,7 +349,6 @@ class Arena:
             sums: (4,) float64, the two sums of squares, and of weights and their squares, of everything on all ranks;
                 in the place of what is known here, so that all ranks compute the same bits.
         """
-        self._upload(hyper_rows)
         partials, micro_partials = self.partials, self.micro_partials
         if sums is not None:
             weights = self.window[layout.WEIGHT : layout.WEIGHT_SQ + 1]
@@ -360,8 +365,8 @@ class Arena:
             partials,
             micro_partials,
             self.table,
-            self.hyper,
-            self._mask(active),
+            self._uploads.hyper(hyper_rows),
+            self._uploads.mask(active, len(self.slots)),
             self.rule.id if self.rule is not None else layout.RULE_NONE,
             *totals,
             math.inf if max_norm is None else max_norm,
@@ -370,28 +375,6 @@ class Arena:
         )
         if sums is not None and not advance:
             weights.copy_(weights_here)
-
-    def _upload(self, rows: Sequence[HyperRow]) -> None:
-        """The settings of all groups, uploaded when a number has changed. Those that are tensors (a learning rate on
-        the device) are copied there each time, so that nobody waits for their values and a CUDA graph reads new ones.
-        """
-        tensors = [(g, i, v) for g, row in enumerate(rows) for i, v in enumerate(row) if isinstance(v, Tensor)]
-        if tensors:
-            rows = [tuple(0.0 if isinstance(value, Tensor) else value for value in row) for row in rows]
-        if rows != self._hyper_rows:
-            self.hyper = torch.tensor(rows, dtype=torch.float64).view(-1, layout.HYPER_COLUMNS).to(self.device)
-            self._hyper_rows = list(rows)
-        for g, i, value in tensors:
-            self.hyper[g, i].copy_(value.detach().reshape(()), non_blocking=True)
-
-    def _mask(self, active: list[int]) -> Tensor:
-        """(n_slots,) uint8, uploaded only when the set of active slots is another than last time."""
-        if active != self._active:
-            mask = torch.zeros(len(self.slots), dtype=torch.uint8)
-            mask[active] = 1
-            self._active_mask = mask.to(self.device)
-            self._active = active
-        return self._active_mask
 
     def sums_of_squares(self, active: list[int], hyper_rows: Sequence[HyperRow]) -> Tensor:
         """(2,) float64: the sums over the active slots' partials of both kinds, for norms over several devices."""

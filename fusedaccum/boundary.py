@@ -12,7 +12,7 @@ from . import layout
 from .arena import Arena
 from .delegate import Delegate
 from .distributed import Ranks
-from .dtensor import is_dtensor, local_of, over_ranks
+from .dtensor import check_loaded, is_dtensor, local_of, mesh_of, over_ranks
 from .pieces import Pieces, SummedPieces
 from .registry import Registry
 from .rules import HyperRow, Rule
@@ -232,6 +232,7 @@ class Boundary:
                 "get_optimizer_state_dict has it with StateDictOptions(full_state_dict=True). "
                 "torch.distributed.checkpoint brings what it has saved to any number of ranks"
             )
+        check_loaded(f"{name} of {slot.name}", value, mesh_of(slot.param))
 
     def wants_master(self, slot: Slot) -> bool:
         """Whether the slot's parameter is stepped through an fp32 master."""

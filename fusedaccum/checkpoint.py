@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .arena import Arena
 from .boundary import Boundary
-from .dtensor import check_loaded
 from .registry import Registry
 from .slot import Slot
 
@@ -119,7 +118,6 @@ def _checked(slot: Slot, name: str, value: Any) -> Any:
             f"loaded state dict has {name} of shape {tuple(value.shape)} for {slot.name}; "
             f"accepted: {tuple(slot.param.shape)}"
         )
-    check_loaded(f"{name} of {slot.name}", value, slot.param)
     if name == "step":
         return value
     dtype = torch.float32 if value.is_floating_point() else value.dtype

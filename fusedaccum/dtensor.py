@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
 
@@ -110,17 +111,22 @@ def in_place_of(name: str, grad: Tensor, param: Tensor) -> Tensor:
     return local_of(placed)
 
 
-def check_loaded(what: str, value: Tensor, param: Tensor) -> None:
-    """Raises ValueError for a saved DTensor that other ranks than the parameter's hold: it loads, but without them
-    nobody can tell the whole."""
+def mesh_of(param: Tensor) -> DeviceMesh | None:
+    """The ranks that a parameter lies on; None for a plain one."""
+    return param.device_mesh if is_dtensor(param) else None  # type: ignore[attr-defined, no-any-return]
+
+
+def check_loaded(what: str, value: Any, mesh: DeviceMesh | None) -> None:
+    """Raises ValueError for a saved DTensor that lies on other ranks than those of ``mesh``, which have the parameter:
+    it loads, but without them nobody can tell the whole."""
     if not is_dtensor(value):
         return
     saved: DTensor = value  # type: ignore[assignment]
-    mesh = param.device_mesh if is_dtensor(param) else "none"  # type: ignore[attr-defined]
     if saved.device_mesh != mesh:
         raise ValueError(
-            f"loaded state dict has {what} on the mesh {saved.device_mesh}; accepted: on the parameter's ({mesh}), or "
-            "whole. torch.distributed.checkpoint loads what another number of ranks has saved"
+            f"loaded state dict has {what} on the mesh {saved.device_mesh}; accepted: on the parameter's "
+            f"({'none' if mesh is None else mesh}), or whole. torch.distributed.checkpoint loads what another number "
+            "of ranks has saved"
         )
 
 

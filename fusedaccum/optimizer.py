@@ -19,6 +19,7 @@ from . import checkpoint, layout, resume, stats, validate
 from .arena import Arena
 from .backends import choose
 from .boundary import Boundary
+from .bucket import DEFAULT_BUCKET_BYTES
 from .capture import Capture
 from .ddp import ReducersOut
 from .distributed import Agreement, Ranks, check_group, check_overlap, check_shard_states, describe
@@ -30,8 +31,6 @@ from .rules import check_optimizer, rule_for
 from .scaling import LossScale, mark
 from .sharded_boundary import ShardedBoundary
 from .window import Window
-
-DEFAULT_BUCKET_BYTES = 32 * 2**20
 
 
 class FusedAccumOptimizer(ParallelOptimizer):
@@ -57,7 +56,8 @@ class FusedAccumOptimizer(ParallelOptimizer):
         master_weights: "auto" or True: float16 and bfloat16 parameters get an fp32 master at the first boundary.
             False: they are updated in fp32 and rounded to nearest each time.
         backend: "auto", "native", "cuda", "triton" or "reference". One asked for by name never falls back.
-        bucket_bytes: gradient bytes that wait before they are added in one call.
+        bucket_bytes: gradient bytes that wait before they are added in one call, and bytes of the accumulator in one
+            collective. None: 32 MiB each; on the CPU 2 MiB of gradients wait.
         loss_scale: for ``backward`` and ``scale``. A number: fixed. "dynamic" or a ``LossScale``: grows and backs off
             on the device, as ``torch.amp.GradScaler``'s does.
         nonfinite: what an inf or NaN in a micro-batch's gradients costs. "skip_window": the window, at no cost.
@@ -71,7 +71,8 @@ class FusedAccumOptimizer(ParallelOptimizer):
         reduce_dtype: of that reduction; float32 or bfloat16 (half the bytes; each rank's sum is rounded to 8 bits).
         overlap: reduce during the last micro-batch's backward; see ``last_micro_batch``.
         shard_states: each of the N ranks keeps states and masters of its own part of every parameter, steps that, and
-            sends it to the others (ZeRO-1): 12/N bytes instead of 12 for bf16 and AdamW, and no more traffic.
+            sends it to the others (ZeRO-1): 12/N bytes instead of 12 for bf16 and AdamW, and no more traffic where the
+            backend has a reduce-scatter of its own (gloo's is an all-reduce).
             ``.grad`` is None once the sum is made: after ``step()`` and after ``clip_grad_norm_``. States are DTensors:
             save them with ``torch.distributed.checkpoint``, which brings them to any number of ranks, or get them whole
             on all ranks by its ``get_optimizer_state_dict(..., full_state_dict=True)``.
@@ -89,7 +90,7 @@ class FusedAccumOptimizer(ParallelOptimizer):
         max_grad_norm: float | None = None,
         master_weights: bool | str = "auto",
         backend: str = "auto",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         loss_scale: float | str | LossScale | None = None,
         nonfinite: str = "skip_window",
         statistics: bool = False,
@@ -156,7 +157,7 @@ class FusedAccumOptimizer(ParallelOptimizer):
         parties = optimizer, rule, self._registry, master_weights is not False
         self._boundary = Boundary(*parties)
         if ranks is not None and ranks.size > 1 and shard_states:
-            self._boundary = ShardedBoundary(*parties, ranks, bucket_bytes)
+            self._boundary = ShardedBoundary(*parties, ranks, bucket_bytes or DEFAULT_BUCKET_BYTES)
         self._reducers_out = ReducersOut(self._registry.slots.__contains__)
         self._capture.on_backward = self._reducers_out.check
         self._reduction = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dtensor import check_loaded
+from .dtensor import check_loaded, mesh_of
 from .registry import Registry
 from .window import Window
 
@@ -87,7 +87,7 @@ def check(state_dict: dict[str, Any], groups: list[dict[str, Any]], window: Wind
                 f"loaded state dict has an accumulated gradient of shape {tuple(grad.shape)} for parameter {i}; found: "
                 f"{found}"
             )
-        check_loaded(f"an accumulated gradient of parameter {i}", grad, params[i])
+        check_loaded(f"an accumulated gradient of parameter {i}", grad, mesh_of(params[i]))
 
 
 def load(

@@ -208,7 +208,6 @@ class PartArena(Arena):
         super().__init__(whole.device, whole.backend, whole.rule, whole.micro_partials is not None)
         self.whole = whole
         self.control, self.window, self.steps = whole.control, whole.window, whole.steps
-        self._counts_moved = False
 
     def follow(self, ranks: Ranks, mesh: DeviceMesh) -> None:
         """Has a part for each slot that the other arena now has. States are kept."""
@@ -230,8 +229,7 @@ class PartArena(Arena):
             else:
                 self._place(Part(slot, ranks, mesh))
         if is_news:
-            self._counts_moved = whole.steps is not self.steps
-            self.steps = whole.steps
+            self._move_counts(whole.steps)
             self._grow_tables()
             self.acc = whole.acc[whole.layout.n_elems - self.layout.n_elems :]
             for part in self.slots:
@@ -239,15 +237,6 @@ class PartArena(Arena):
                     part.keep_view(self.view_of(part, self.acc))
         if is_news or regrouped:
             self.write_table()
-
-    def states_are_behind(self) -> bool:
-        # Growth of the counts alone happens where this rank's parts of all new parameters are empty.
-        return self._counts_moved or super().states_are_behind()
-
-    def ensure_state(self, *args: Any) -> bool:  # type: ignore[override]
-        moved = super().ensure_state(*args)
-        self._counts_moved = False
-        return moved
 
 
 class Shards:
@@ -281,12 +270,7 @@ class Shards:
 
     def check_value(self, slot: Slot, name: str, value: Any) -> None:
         """Raises ValueError for a loaded state that lies on other ranks."""
-        if dtensor.is_dtensor(value) and value.device_mesh != self._mesh(slot.device.type):
-            raise ValueError(
-                f"loaded state dict has {name} of {slot.name} on {value.device_mesh}; accepted: on "
-                f"{self._mesh(slot.device.type)}, or whole. torch.distributed.checkpoint brings what it has saved to "
-                "another number of ranks"
-            )
+        dtensor.check_loaded(f"{name} of {slot.name}", value, self._mesh(slot.device.type))
 
     def _mesh(self, device_type: str) -> DeviceMesh:
         mesh = self._meshes.get(device_type)

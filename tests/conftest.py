@@ -269,6 +269,16 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="session")
+def trainer_installed() -> None:
+    """transformers with accelerate, for processes that train by its Trainer."""
+    missing = [name for name in ("accelerate", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed: pip install fusedaccum[integration]")
+    if not torch.distributed.is_available():
+        pytest.skip("this torch is built without torch.distributed")
+
+
+@pytest.fixture(scope="session")
 def wire_rows() -> list[dict[str, Any]]:
     """What ``bench.wire`` measures on a small model."""
     if not torch.distributed.is_available():

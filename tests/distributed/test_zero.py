@@ -7,6 +7,8 @@ import torch
 from checks_zero_resume import FOLDER, STAGE, STAGES
 from launch import cases, run_checks
 
+pytestmark = pytest.mark.distributed
+
 
 @pytest.mark.parametrize(("modules", "n_ranks", "name"), cases("checks_zero", (1, 2, 4)))
 def test_ranks(outcome, modules, n_ranks, name):
