@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedaccum import FusedAccumOptimizer
-from fusedaccum.optimizer import DEFAULT_BUCKET_BYTES
+from fusedaccum.bucket import DEFAULT_BUCKET_BYTES
 
 from .memory import allocations, op_calls, peak
 from .providers import Delivery
@@ -48,7 +48,10 @@ class Counts:
     def __init__(self) -> None:
         shapes = gpt2_124m()
         params = parameters(shapes, torch.bfloat16)
-        optimizer = FusedAccumOptimizer(torch.optim.AdamW(params, lr=1e-3), max_grad_norm=1.0)
+        # What waits, and for how many calls, is that of a GPU.
+        optimizer = FusedAccumOptimizer(
+            torch.optim.AdamW(params, lr=1e-3), max_grad_norm=1.0, bucket_bytes=DEFAULT_BUCKET_BYTES
+        )
         delivery = Delivery(gradients(shapes), params)
         delivery.prepare()
         # The first micro-batch allocates the accumulator, and next to it nothing of a parameter's size.

@@ -17,6 +17,7 @@ from .backends import Backend
 from .rules import HyperRow, Rule
 from .slot import Slot
 from .unscale import count_writes
+from .uploads import Uploads
 
 
 class Arena:
@@ -43,14 +44,13 @@ class Arena:
         self.control = self._zeros(layout.CONTROL_SIZE, torch.float64)
         self.scalars = self._zeros(0).view(0, layout.SCALAR_COLUMNS)
         self.steps = self._zeros(0)
-        self.hyper = self._zeros(0, torch.float64).view(0, layout.HYPER_COLUMNS)
         self.table = self._zeros(0, torch.int64).view(0, len(layout.SLOT_COLUMNS))
         self.states: dict[str, Tensor] = {}  # name -> flat fp32 buffer laid out as acc
         self.master = self._zeros(0)
         self.extra = self._zeros(0)
-        self._hyper_rows: list[HyperRow] = []
-        self._active: list[int] | None = None
-        self._active_mask = self._zeros(0, torch.uint8)
+        self._uploads = Uploads(device)
+        self._counts_moved = False
+        """The step counts have been given other memory than ``optimizer.state`` has views of."""
         self._version = self.acc._version
 
     def _zeros(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -62,17 +62,10 @@ class Arena:
         """Gives each slot a place in the accumulator. Contents of the others are kept; their views are made anew."""
         touched = self.written_by_others()
         for slot in slots:
-            slot.arena, slot.index = self, len(self.slots)
-            slot.placement = self.layout.add(slot.n_elems)
-            self.slots.append(slot)
+            self._place(slot)
         self.acc = self._grown(self.acc, self.layout.n_elems)
-        self.partials = self._grown(self.partials, self.layout.n_chunks)
-        if self.micro_partials is not None:
-            self.micro_partials = self._grown(self.micro_partials, self.layout.n_chunks)
-        self.steps = self._grown(self.steps, len(self.slots))
-        self.scalars = self._grown(self.scalars.view(-1), len(self.slots) * layout.SCALAR_COLUMNS).view(
-            -1, layout.SCALAR_COLUMNS
-        )
+        self._move_counts(self._grown(self.steps, len(self.slots)))
+        self._grow_tables()
         # A buffer that somebody wrote to must still count as written to under its new version counter.
         self._version = self.acc._version - 1 if touched else self.acc._version
         for kept in self.slots:
@@ -82,8 +75,25 @@ class Arena:
             was_own = grad is not None and kept.is_own(grad)
             kept.keep_view(self.view_of(kept, self.acc))
             if was_own:
-                kept.param.grad = kept.view
+                kept.param.grad = kept.grad
         self.write_table()
+
+    def _place(self, slot: Slot) -> None:
+        slot.arena, slot.index = self, len(self.slots)
+        slot.placement = self.layout.add(slot.n_elems)
+        self.slots.append(slot)
+
+    def _move_counts(self, steps: Tensor) -> None:
+        self._counts_moved = self._counts_moved or steps is not self.steps
+        self.steps = steps
+
+    def _grow_tables(self) -> None:
+        """Room for partials and scalars of all slots."""
+        self.partials = self._grown(self.partials, self.layout.n_chunks)
+        if self.micro_partials is not None:
+            self.micro_partials = self._grown(self.micro_partials, self.layout.n_chunks)
+        n_scalars = len(self.slots) * layout.SCALAR_COLUMNS
+        self.scalars = self._grown(self.scalars.view(-1), n_scalars).view(-1, layout.SCALAR_COLUMNS)
 
     def retire(self, slot: Slot) -> None:
         """The slot's parameter leaves; its place stays unused."""
@@ -105,13 +115,18 @@ class Arena:
         ]
         table = torch.tensor(rows, dtype=torch.int64).view(-1, len(layout.SLOT_COLUMNS))
         self.table = table.to(self.device)
-        self._active = None
 
     def view_of(self, slot: Slot, buffer: Tensor, offset_elems: int | None = None) -> Tensor:
-        """The slot's part of a flat buffer, in the parameter's shape and memory order."""
+        """The slot's part of a flat buffer, in the shape and memory order of what this rank has of the parameter."""
         assert slot.placement is not None
         offset = slot.placement.offset_elems if offset_elems is None else offset_elems
-        return buffer[offset : offset + slot.n_elems].as_strided(slot.param.shape, slot.strides, offset)
+        return buffer.as_strided(slot.shape, slot.strides, buffer.storage_offset() + offset)
+
+    def run_of(self, slot: Slot) -> Tensor:
+        """The slot's part of the accumulator, (n,) in memory order."""
+        assert slot.placement is not None
+        offset = slot.placement.offset_elems
+        return self.acc[offset : offset + slot.n_elems]
 
     # Accumulate -------------------------------------------------------------------------------------------------
 
@@ -144,7 +159,7 @@ class Arena:
         if True in first:
             for slot, is_first in zip(slots, first, strict=True):
                 if is_first:
-                    slot.param.grad = slot.view
+                    slot.param.grad = slot.grad
 
     def measure(self, slots: Sequence[Slot]) -> None:
         """Recomputes the partials of slots that something other than ``accumulate`` wrote to."""
@@ -152,8 +167,9 @@ class Arena:
         self.backend.measure_(self.partials, self.acc, self.table, indices, n_elems)
 
     def measure_if_written(self, slots: Sequence[Slot]) -> None:
-        """Brings the partials of ``slots`` (all that hold a gradient) up to date if somebody else wrote to any."""
-        if self.written_by_others():
+        """Brings the partials of ``slots`` (all that hold a gradient) up to date if somebody else wrote to any. Of
+        DTensors always: ``torch._foreach_mul_`` on them, as in torch's clip, moves no version (seen on torch 2.13)."""
+        if self.written_by_others() or any(slot.is_sharded for slot in slots):
             self.measure(slots)
             self._version = self.acc._version
 
@@ -163,6 +179,39 @@ class Arena:
         torch._foreach_mul_(views, factor)  # type: ignore[arg-type]
         self._version = self.acc._version
         self.measure(slots)
+
+    def zero_unused(self, slots: Sequence[Slot]) -> None:
+        """Zeros for those of ``slots`` that hold no gradient: an earlier window's is still there."""
+        unused = [slot.view for slot in slots if slot.param.grad is None and slot.view is not None]
+        if unused:
+            touched = self.written_by_others()
+            torch._foreach_zero_(unused)
+            self._wrote(touched)
+
+    def take_sum(self, slots: Sequence[Slot]) -> None:
+        """The accumulators of ``slots`` have become those of all ranks together. What else is written there counts for
+        nothing."""
+        self._wrote(touched=False)
+        if slots:
+            self.measure(slots)
+
+    def take_statistics(self, weights: Tensor, micro_sum_sq: Tensor | None) -> None:
+        """What the device knows of the open window becomes that of all ranks together.
+
+        Args:
+            weights: (2,) float64, the sum of weights and of their squares.
+            micro_sum_sq: 0-dim float64, the micro-batches' own sums of squares; None where another arena keeps it.
+        """
+        self.window[layout.WEIGHT : layout.WEIGHT_SQ + 1] = weights
+        if self.micro_partials is None:
+            return
+        self.micro_partials.zero_()
+        if micro_sum_sq is not None:
+            # In a chunk of a slot that takes part: finalize_ sums over those.
+            for slot in self.slots:
+                if slot is not None and slot.n_elems and slot.param.grad is not None:
+                    self.micro_partials[self._chunks_of(slot).start] = micro_sum_sq
+                    break
 
     def written_by_others(self) -> bool:
         """Whether somebody wrote to the accumulator (through any ``.grad``) since the last op of ours."""
@@ -175,7 +224,7 @@ class Arena:
             self._version = self.acc._version
 
     def own_write(self, slot: Slot, value: Tensor) -> None:
-        """Copies ``value`` (any dtype, the parameter's shape) into the slot's accumulator and measures it."""
+        """Copies ``value`` (any dtype, the slot's shape) into the slot's accumulator and measures it."""
         touched = self.written_by_others()
         slot.keep_view(self.view_of(slot, self.acc))
         assert slot.view is not None
@@ -248,13 +297,16 @@ class Arena:
             self.extra = self._grown(self.extra, self.layout.n_extra_elems)
             self.write_table()
             grew = True
+        self._counts_moved = False
         for slot in new_masters:
-            self.master_view(slot).copy_(slot.param.detach())
+            self.master_view(slot).copy_(slot.local().detach())
             slot.remember_value()
         return grew
 
     def states_are_behind(self) -> bool:
-        """Whether the rule's states do not yet cover all slots."""
+        """Whether the rule's states do not yet cover all slots, or ``optimizer.state`` has views of counts of old."""
+        if self._counts_moved:
+            return True  # and nothing else has grown, where all new parameters are empty
         names = self.rule.state_names if self.rule is not None else ()
         return any(name not in self.states or self.states[name].numel() < self.layout.n_elems for name in names)
 
@@ -264,17 +316,19 @@ class Arena:
         return self.view_of(slot, self.master, slot.placement.master_offset_elems)
 
     def state_views(self, slot: Slot) -> dict[str, Tensor]:
-        """What ``optimizer.state[param]`` holds: torch's names for the rule's state, and the master."""
+        """What ``optimizer.state[param]`` holds: torch's names for the rule's state, and the master. Beside a DTensor
+        they are DTensors, but for the count of steps."""
         assert slot.placement is not None
         views: dict[str, Tensor] = {}
         if self.rule is not None:
             if self.rule.counts_steps:
                 views["step"] = self.steps[slot.index]
-            views.update({name: self.view_of(slot, buffer) for name, buffer in self.states.items()})
+            views.update({n: slot.as_param(self.view_of(slot, buffer)) for n, buffer in self.states.items()})
             if slot.placement.extra_offset_elems >= 0:
-                views[self.rule.extra_name] = self.view_of(slot, self.extra, slot.placement.extra_offset_elems)
+                extra = self.view_of(slot, self.extra, slot.placement.extra_offset_elems)
+                views[self.rule.extra_name] = slot.as_param(extra)
         if slot.placement.master_offset_elems >= 0:
-            views["master_param"] = self.master_view(slot)
+            views["master_param"] = slot.as_param(self.master_view(slot))
         return views
 
     def finalize(
@@ -285,52 +339,42 @@ class Arena:
         max_norm: float | None,
         extra: Tensor | None,
         advance: bool,
+        sums: Tensor | None = None,
     ) -> None:
         """Fills the control block, and with ``advance`` the window, and the scalars and step counts of active slots.
 
         Args:
             totals: numerator, weight and weight_sq, as ``Window.totals`` has them.
             extra: (2,) float64, the two sums of squares of other devices.
+            sums: (4,) float64, the two sums of squares, and of weights and their squares, of everything on all ranks;
+                in the place of what is known here, so that all ranks compute the same bits.
         """
-        self._upload(hyper_rows)
+        partials, micro_partials = self.partials, self.micro_partials
+        if sums is not None:
+            weights = self.window[layout.WEIGHT : layout.WEIGHT_SQ + 1]
+            weights_here = weights.clone()
+            partials = torch.zeros_like(partials)
+            micro_partials = None if micro_partials is None else partials
+            totals, extra = (totals[0], 0.0, 0.0), sums[:2].clone()
+            weights.copy_(sums[2:])
         self.backend.finalize_(
             self.control,
             self.scalars,
             self.steps,
             self.window,
-            self.partials,
-            self.micro_partials,
+            partials,
+            micro_partials,
             self.table,
-            self.hyper,
-            self._mask(active),
+            self._uploads.hyper(hyper_rows),
+            self._uploads.mask(active, len(self.slots)),
             self.rule.id if self.rule is not None else layout.RULE_NONE,
             *totals,
             math.inf if max_norm is None else max_norm,
             extra,
             advance,
         )
-
-    def _upload(self, rows: Sequence[HyperRow]) -> None:
-        """The settings of all groups, uploaded when a number has changed. Those that are tensors (a learning rate on
-        the device) are copied there each time, so that nobody waits for their values and a CUDA graph reads new ones.
-        """
-        tensors = [(g, i, v) for g, row in enumerate(rows) for i, v in enumerate(row) if isinstance(v, Tensor)]
-        if tensors:
-            rows = [tuple(0.0 if isinstance(value, Tensor) else value for value in row) for row in rows]
-        if rows != self._hyper_rows:
-            self.hyper = torch.tensor(rows, dtype=torch.float64).view(-1, layout.HYPER_COLUMNS).to(self.device)
-            self._hyper_rows = list(rows)
-        for g, i, value in tensors:
-            self.hyper[g, i].copy_(value.detach().reshape(()), non_blocking=True)
-
-    def _mask(self, active: list[int]) -> Tensor:
-        """(n_slots,) uint8, uploaded only when the set of active slots is another than last time."""
-        if active != self._active:
-            mask = torch.zeros(len(self.slots), dtype=torch.uint8)
-            mask[active] = 1
-            self._active_mask = mask.to(self.device)
-            self._active = active
-        return self._active_mask
+        if sums is not None and not advance:
+            weights.copy_(weights_here)
 
     def sums_of_squares(self, active: list[int], hyper_rows: Sequence[HyperRow]) -> Tensor:
         """(2,) float64: the sums over the active slots' partials of both kinds, for norms over several devices."""

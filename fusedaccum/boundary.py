@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import layout
 from .arena import Arena
 from .delegate import Delegate
+from .distributed import Ranks
+from .dtensor import check_loaded, is_dtensor, local_of, mesh_of, over_ranks
+from .pieces import Pieces, SummedPieces
 from .registry import Registry
-from .rules import Rule
+from .rules import HyperRow, Rule
 from .slot import Slot
 
 
@@ -46,7 +52,7 @@ class Boundary:
             found_inf: one element; non-zero where somebody else has seen an inf.
         """
         active = self._active_slots()
-        if not active:
+        if not active and not self._registry.has_sharded():
             for arena in self._registry.arenas.values():
                 arena.drop_weights()
             return
@@ -60,21 +66,23 @@ class Boundary:
             return
         for hook in self._optimizer._optimizer_step_pre_hooks.values():
             hook(self._optimizer, (), {})
-        for arena, slots in active.items():
-            params = [slot.param for slot in slots]
-            arena.step(params, [slot.index for slot in slots])
-            torch.autograd.graph.increment_version(params)
-            for slot in slots:
-                slot.version += 1
+        self._step(active)
         # A scheduler built on the wrapped optimizer warns when that seems never to have stepped.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         for post_hook in self._optimizer._optimizer_step_post_hooks.values():
             post_hook(self._optimizer, (), {})
 
+    def _step(self, active: dict[Arena, list[Slot]]) -> None:
+        for arena, slots in active.items():
+            arena.step([slot.local() for slot in slots], [slot.index for slot in slots])
+            torch.autograd.graph.increment_version([slot.param for slot in slots])
+            for slot in slots:
+                slot.version += 1
+
     def norm(self, totals: tuple[float, float, float]) -> Tensor:
         """0-dim float32: the norm of the gradients as they are now, the accumulator divided by ``totals``."""
         active = self._active_slots()
-        if not active:
+        if not active and not self._registry.has_sharded():
             return torch.zeros(())
         self._finalize(active, totals, None, advance=False)
         return self.control_value(layout.NORM)
@@ -91,6 +99,40 @@ class Boundary:
         """The parameters whose accumulated gradient holds an inf or NaN. Waits for the device."""
         slots = [slot for slots in self._active_slots().values() for slot in slots]
         return [slot.name for slot in slots if slot.view is not None and not bool(torch.isfinite(slot.view).all())]
+
+    # The sum over the ranks of a process group -----------------------------------------------------------------------
+
+    def pieces(
+        self, ranks: Ranks, n_bytes: int, dtype: torch.dtype, used: Container[Slot] | None = None
+    ) -> Pieces[Any]:
+        """The accumulators, cut for their way over the ranks.
+
+        Args:
+            ranks: the group.
+            n_bytes: of one piece.
+            dtype: what the sum is made in.
+            used: the slots that hold a gradient on some rank; None where that is not known yet.
+        """
+        return SummedPieces(ranks, self._registry.arenas.values(), n_bytes, dtype, used)
+
+    def take_sum(self, used: Container[Slot], told: Tensor) -> None:
+        """The pieces have come: what the accumulators hold is now the sum over the ranks.
+
+        Args:
+            used: the slots that hold a gradient on some rank.
+            told: (3 or more,) float64, of all ranks: the weights that only devices know, and their squares; the sum of
+                squares of all micro-batches' gradients.
+        """
+        keeps_micro: Arena | None = None
+        for arena in self._registry.arenas.values():
+            slots = [slot for slot in arena.slots if slot is not None and slot in used]
+            if keeps_micro is None and any(slot.n_elems for slot in slots):
+                keeps_micro = arena
+            arena.take_sum(slots)
+            arena.take_statistics(told[:2], told[2] if arena is keeps_micro else None)
+
+    def forget_sum(self) -> None:
+        """The sum over the ranks is dropped without a step."""
 
     # What takes part ----------------------------------------------------------------------------------------------
 
@@ -124,12 +166,15 @@ class Boundary:
         advance: bool,
         found_inf: Tensor | None = None,
     ) -> None:
-        groups = self._optimizer.param_groups
-        no_rule = (0.0,) * layout.HYPER_COLUMNS
-        rows = [self._rule.hyper_row(group) if self._rule is not None else no_rule for group in groups]
+        rows = self._hyper_rows()
         # Those without a gradient too: their loss scale and counts move with the rest.
         arenas = list(self._registry.arenas.values())
         indices = {arena: [slot.index for slot in active.get(arena, ())] for arena in arenas}
+        if self._registry.has_sharded():
+            total = self._sums_over_ranks(active, rows, totals, found_inf)
+            for arena, index in indices.items():
+                arena.finalize(index, rows, totals, max_norm, None, advance, total.to(arena.device))
+            return
         sums: dict[Arena, Tensor] = {}
         if len(arenas) > 1:
             sums = {arena: arena.sums_of_squares(index, rows) for arena, index in indices.items()}
@@ -143,7 +188,51 @@ class Boundary:
                 extra = seen if extra is None else extra + seen
             arena.finalize(index, rows, totals, max_norm, extra, advance)
 
+    def _hyper_rows(self) -> list[HyperRow]:
+        no_rule = (0.0,) * layout.HYPER_COLUMNS
+        groups = self._optimizer.param_groups
+        return [self._rule.hyper_row(group) if self._rule is not None else no_rule for group in groups]
+
+    def _sums_over_ranks(
+        self,
+        active: dict[Arena, list[Slot]],
+        rows: list[HyperRow],
+        totals: tuple[float, float, float],
+        found_inf: Tensor | None,
+    ) -> Tensor:
+        """(4,) float64: the sums of squares of both kinds, each element counted once, and the mean over the ranks of
+        their weights and of the squares of those. One reduction, whatever a rank holds: nobody waits in vain."""
+        home = self._registry.any_arena()
+        here = torch.zeros(4, dtype=torch.float64, device=home.device)
+        for arena, slots in active.items():
+            for n in sorted({slot.n_replicas for slot in slots}):
+                index = [slot.index for slot in slots if slot.n_replicas == n]
+                here[:2] += arena.sums_of_squares(index, rows).to(home.device) / n
+        if found_inf is not None:
+            here[0] += torch.where(found_inf.to(home.device).view(()) != 0, torch.inf, 0.0)
+        n_ranks = torch.distributed.get_world_size()
+        here[2:] = home.window[layout.WEIGHT : layout.WEIGHT_SQ + 1] / n_ranks
+        here[2] += totals[1] / n_ranks
+        here[3] += totals[2] / n_ranks
+        sharded = self._registry.any_sharded()
+        assert sharded is not None
+        return over_ranks(here, sharded)
+
     # State --------------------------------------------------------------------------------------------------------
+
+    def state_slots(self) -> dict[Tensor, Slot]:
+        """By parameter, the slots that ``optimizer.state`` has views of, or may have: those that have a place."""
+        return {param: slot for param, slot in self._registry.slots.items() if slot.arena is not None}
+
+    def check_value(self, slot: Slot, name: str, value: Any) -> None:
+        """Raises ValueError for a loaded state that cannot be cut to this rank's part of the parameter."""
+        if is_dtensor(value) and not slot.is_sharded:
+            raise ValueError(
+                f"loaded state dict has {name} of {slot.name} as a DTensor, a part on each rank; accepted: whole, as "
+                "get_optimizer_state_dict has it with StateDictOptions(full_state_dict=True). "
+                "torch.distributed.checkpoint brings what it has saved to any number of ranks"
+            )
+        check_loaded(f"{name} of {slot.name}", value, mesh_of(slot.param))
 
     def wants_master(self, slot: Slot) -> bool:
         """Whether the slot's parameter is stepped through an fp32 master."""
@@ -193,11 +282,11 @@ class Boundary:
             if isinstance(value, Tensor) and value is old:
                 pass  # ours: growth has already carried the contents over
             elif value is not None:
-                view.copy_(torch.as_tensor(value).reshape(view.shape))
+                slot.fill(view, value, name)
             elif name == "master_param":
                 self._sync_master(slot)
             else:
-                view.zero_()  # new, or somebody took it out to start afresh
+                local_of(view).zero_()  # new, or somebody took it out to start afresh
         if self._rule is not None and not self._rule.counts_steps and self._rule.extra_name in views:
             value = held.get(self._rule.extra_name)
             if value is not slot.state.get(self._rule.extra_name) or value is None:
@@ -210,12 +299,12 @@ class Boundary:
         """Takes what somebody wrote to a parameter into its master; where the two agree, the master's bits stay."""
         assert slot.arena is not None
         master = slot.arena.master_view(slot)
-        param = slot.param.detach()
+        param = slot.local().detach()
         master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(torch.float32)))
         slot.remember_value()
 
     def sync_masters(self) -> None:
         """Takes all parameters into their masters, written to or not."""
-        for slot in self._registry.slots.values():
+        for slot in self.state_slots().values():
             if slot.has_master:
                 self._sync_master(slot)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .scaling import active_factor
+from . import sharded_capture
+from .bucket import Bucket, default_bytes
 from .slot import Slot
 
 Sink = Callable[[list[Slot], list[Tensor], list[bool], set[Slot], Tensor | None, Tensor | None], None]
@@ -82,60 +84,6 @@ def _references_in_a_hook() -> int:
     return counts[0]
 
 
-class _Bucket:
-    """Gradients of one device that wait to be added, in the order they came.
-
-    The hooks hold their bucket, and the bucket its capture weakly: a node holds its hooks, the capture holds the nodes,
-    and no garbage collector sees through the C++ side.
-    """
-
-    __slots__ = ("_capture", "factor", "grads", "n_bytes", "odd", "task")
-
-    def __init__(self, capture: Capture) -> None:
-        self._capture = weakref.ref(capture)
-        self.task = -1
-        """The graph task (backward call) of the last gradient."""
-        self.factor: Tensor | None = None
-        """What a scaler says that the gradients must be multiplied by."""
-        self.clear()
-
-    def clear(self) -> None:
-        """Forgets what waits."""
-        self.grads: dict[Slot, Tensor] = {}
-        self.odd: set[Slot] = set()
-        """Slots whose gradient is not plainly contiguous in the parameter's dtype."""
-        self.n_bytes = 0
-
-    def enter(self, task: int) -> bool:
-        """The first gradient of a backward. Returns whether anybody is left to take it."""
-        capture = self._capture()
-        if capture is None:
-            return False
-        factor = active_factor(task)
-        if factor is not self.factor:
-            if self.grads:
-                capture.flush()
-            self.factor = factor
-        self.task = task
-        capture.enter(task)
-        return True
-
-    def flush(self, verdict: Tensor | None = None) -> None:
-        """Hands over what waits. ``verdict``: what a capture that judges has found of it."""
-        capture = self._capture()
-        if capture is not None and self.grads:
-            # Emptied first: should the sink fail, the error must not repeat at every later flush.
-            grads, odd = self.grads, self.odd
-            self.clear()
-            slots = list(grads)
-            # In one loop, whose cache misses overlap; in the hook each of them is waited for.
-            current = [slot.param.grad for slot in slots]
-            if list(map(id, current)) != [id(slot.view) for slot in slots]:
-                odd.update(s for s, grad in zip(slots, current, strict=True) if grad is not None and grad is not s.view)
-            with torch.no_grad():
-                capture.sink(slots, list(grads.values()), [grad is None for grad in current], odd, self.factor, verdict)
-
-
 class _EndOfBackward:
     """Called by the engine when a backward ends. One that fails calls nobody, but drops its callbacks: what was
     captured until then is added all the same, as torch would have."""
@@ -161,24 +109,27 @@ class Capture:
 
     Args:
         sink: called with the arguments of ``Registry.accumulate``, outside of grad mode.
-        bucket_bytes: gradient bytes that may wait, counted in the parameters' dtypes.
+        bucket_bytes: gradient bytes that may wait, counted in the parameters' dtypes. None: the device's default.
         through_node: intercept before the node (the default where torch allows it) or behind it.
         judge: given, all gradients of a micro-batch wait until it is over, whatever their size, and are then handed
             over together with what ``judge`` returns of them.
     """
 
     def __init__(
-        self, sink: Sink, bucket_bytes: int, through_node: bool | None = None, judge: Judge | None = None
+        self, sink: Sink, bucket_bytes: int | None, through_node: bool | None = None, judge: Judge | None = None
     ) -> None:
         keep_compiler_out()
         self.sink = sink
         self.judge = judge
+        self.on_backward: Callable[[], None] | None = None
+        """Called when a backward brings its first gradient; may refuse it."""
         self.in_micro_batch = False
         """The end of a backward is not the end of the micro-batch."""
         self._bucket_bytes = bucket_bytes
         self.through_node = node_skips_undefined() if through_node is None else through_node
-        self._buckets: dict[torch.device, _Bucket] = {}
+        self._buckets: dict[tuple[torch.device, bool], Bucket] = {}
         self._attached: dict[Slot, list[Any]] = {}  # slot -> its node (kept alive) and the handles to remove
+        self._sharded: dict[Slot, None] = {}
         self._own_grads: dict[Slot, Tensor] = {}  # behind the node: .grad while the node must not see it
         self._tasks: set[int] = set()  # those whose end will call us
         self._n_backwards = 0
@@ -199,21 +150,26 @@ class Capture:
         node = accumulate_grad_node(param)
         # Any dtype may then be in .grad, and the engine hands the gradient over as it was produced.
         param.grad_dtype = None
-        bucket = self._buckets.get(slot.device)
+        # FSDP2's gradients come on streams of its own, so that no bucket of theirs is handed over before the end.
+        kind = (slot.device, slot.is_sharded)
+        bucket = self._buckets.get(kind)
         if bucket is None:
-            bucket = self._buckets[slot.device] = _Bucket(self)
+            bucket = self._buckets[kind] = Bucket(self)
         take = self._taker(slot, bucket) if self.judge is None else self._holder(slot, bucket)
-        if self.through_node:
+        if slot.is_sharded:
+            hooks = [node, *sharded_capture.hook(slot, node, bucket, self)]
+            self._sharded[slot] = None
+        elif self.through_node:
             hooks = [node, node.register_prehook(take)]
         else:
-            hooks = [node, node.register_prehook(self._clearer(slot))]
             handle = param.register_post_accumulate_grad_hook(self._behind(slot, take))
+            hooks = [node, node.register_prehook(self._clearer(slot)), handle]
+        if not self.through_node or slot.is_sharded:
             # Before those of others, which are to see the sum. torch calls them in the order of the underlying dict, of
             # which move_to_end knows nothing.
             posts = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-            for key in [key for key in posts if key != handle.id]:
+            for key in [key for key in posts if key != hooks[-1].id]:
                 posts[key] = posts.pop(key)
-            hooks.append(handle)
         param.requires_grad_(requires_grad)
         self._attached[slot] = hooks
         _owners[param] = weakref.ref(self)
@@ -239,6 +195,7 @@ class Capture:
             return
         for handle in hooks[1:]:
             handle.remove()
+        self._sharded.pop(slot, None)
         if _owners.get(slot.param) is not None:
             del _owners[slot.param]
 
@@ -249,9 +206,32 @@ class Capture:
             self.detach(slot)
 
     def flush(self) -> None:
+        """Hands over everything that waits, and shows it where ``.grad`` was hidden."""
+        self.hand_over()
+        self.show()
+
+    def hide(self) -> None:
+        """Takes the accumulators of DTensors off their ``.grad`` before a backward: see ``sharded_capture``."""
+        sharded_capture.hide(self._sharded)
+
+    def show(self) -> None:
+        """Undoes ``hide``."""
+        sharded_capture.expose(self._sharded)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """For a backward: ``hide`` before, and ``.grad`` as it should be after, whether or not the backward reduces."""
+        self.hide()
+        try:
+            yield
+        finally:
+            self.show()
+
+    def hand_over(self) -> None:
         """Hands over everything that waits."""
         verdict = None
         if self.judge is not None:
+            sharded_capture.check_judged(bucket.added for bucket in self._buckets.values())
             held = [grad for bucket in self._buckets.values() for grad in bucket.grads.values()]
             if not held:
                 return
@@ -264,6 +244,8 @@ class Capture:
         """A backward is over: hands over what waits, unless more of its micro-batch may come."""
         if self.judge is None or not (self._tasks or self.in_micro_batch):
             self.flush()
+        else:
+            self.show()
 
     def take_backwards(self) -> int:
         """Backward calls that brought gradients since the last time."""
@@ -273,6 +255,8 @@ class Capture:
     def enter(self, task: int) -> None:
         """Asks the engine to call when the backward ``task`` ends."""
         if task not in self._tasks:
+            if self.on_backward is not None:
+                self.on_backward()
             if not self._tasks:  # else inside of another (reentrant checkpointing)
                 self._n_backwards += 1
             self._tasks.add(task)
@@ -290,12 +274,12 @@ class Capture:
     # The hooks are written for the interpreter: one runs for every parameter and micro-batch, and a model of 1,000
     # small parameters must not notice.
 
-    def _taker(self, slot: Slot, bucket: _Bucket) -> Callable[[_Grads], _Grads | None]:
+    def _taker(self, slot: Slot, bucket: Bucket) -> Callable[[_Grads], _Grads | None]:
         """The hook that puts the slot's incoming gradient into the bucket."""
         param = slot.param
         dtype, is_contiguous = slot.dtype, slot.is_contiguous
         n_bytes = slot.n_elems * param.element_size()  # gradients mostly come in the parameter's dtype
-        bucket_bytes = self._bucket_bytes
+        bucket_bytes = default_bytes(slot.device) if self._bucket_bytes is None else self._bucket_bytes
         n_own_hooks = 0 if self.through_node else 1
         current_task = torch._C._current_graph_task_id
         getrefcount = sys.getrefcount
@@ -326,7 +310,7 @@ class Capture:
 
         return take
 
-    def _holder(self, slot: Slot, bucket: _Bucket) -> Callable[[_Grads], _Grads | None]:
+    def _holder(self, slot: Slot, bucket: Bucket) -> Callable[[_Grads], _Grads | None]:
         """``_taker`` for a capture that judges: nothing is handed over before the micro-batch ends."""
         n_own_hooks = 0 if self.through_node else 1
         n_references = _references_in_a_hook() if self.through_node else sys.maxsize

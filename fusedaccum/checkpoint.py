@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .arena import Arena
 from .boundary import Boundary
 from .registry import Registry
 from .slot import Slot
@@ -21,17 +22,18 @@ _PARAM_SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "
 
 
 def without_unused_momentum(
-    state_dict: dict[str, Any], groups: list[dict[str, Any]], registry: Registry
+    state_dict: dict[str, Any], groups: list[dict[str, Any]], registry: Registry, boundary: Boundary
 ) -> dict[str, Any]:
     """Momentum buffers that no update has filled yet (their first one was skipped) as None, torch's sign for that."""
     counts = {arena: arena.steps.tolist() for arena in registry.arenas.values()}
+    slots = boundary.state_slots()
     state = dict(state_dict["state"])
     for i, param in enumerate(chain.from_iterable(group["params"] for group in groups)):
-        slot = registry.slots.get(param)
-        if slot is None or slot.arena is None or i not in state:
+        slot, whole = slots.get(param), registry.slots.get(param)
+        if slot is None or whole is None or whole.arena is None or i not in state:
             continue
         buffer = slot.state.get("momentum_buffer")
-        if buffer is not None and state[i].get("momentum_buffer") is buffer and counts[slot.arena][slot.index] == 0:
+        if buffer is not None and state[i].get("momentum_buffer") is buffer and counts[whole.arena][slot.index] == 0:
             state[i] = {**state[i], "momentum_buffer": None}
     return {**state_dict, "state": state}
 
@@ -58,6 +60,8 @@ def load(optimizer: FusedAccumOptimizer, registry: Registry, boundary: Boundary,
     for key, held in state_dict["state"].items():
         if key in params:
             slot = registry.slots[params[key]]
+            for name, value in held.items():
+                boundary.check_value(slot, name, value)
             state[params[key]] = {name: _checked(slot, name, value) for name, value in held.items()}
         else:
             state[key] = held
@@ -122,14 +126,15 @@ def _checked(slot: Slot, name: str, value: Any) -> Any:
 
 def _take_over(registry: Registry, boundary: Boundary, state: dict[Any, Any]) -> None:
     """Copies loaded state into the arenas at once, so that it does not alias another optimizer's."""
-    wanted = [slot for param, slot in registry.slots.items() if state.get(param)]
-    homeless = [slot for slot in wanted if slot.arena is None]
+    homeless = [slot for param, slot in registry.slots.items() if state.get(param) and slot.arena is None]
     if homeless:
         registry.make_room(homeless)
-    for slot in registry.slots.values():
-        if slot.has_state and slot not in wanted:
+    by_arena: dict[Arena, list[Slot]] = {}
+    for param, slot in boundary.state_slots().items():
+        if state.get(param):
+            assert slot.arena is not None
+            by_arena.setdefault(slot.arena, []).append(slot)
+        elif slot.has_state:
             slot.forget_state()
-    for arena in registry.arenas.values():
-        here = [slot for slot in wanted if slot.arena is arena]
-        if here:
-            boundary.adopt_state(arena, here)
+    for arena, slots in by_arena.items():
+        boundary.adopt_state(arena, slots)

@@ -24,6 +24,8 @@ class Delegate:
 
     def run(self, active: dict[Arena, list[Slot]]) -> None:
         """One update of the active slots, unless it is skipped. Waits for the device to know."""
+        if not active:
+            return
         control = next(iter(active)).control.tolist()
         if control[layout.SKIPPED]:
             return
@@ -45,9 +47,9 @@ class Delegate:
     @staticmethod
     def _stand_in(arena: Arena, slot: Slot) -> Tensor:
         # Without a master, the parameter itself in fp32 for the time of the step.
-        values = arena.master_view(slot) if slot.has_master else slot.param.detach().to(torch.float32)
-        master = torch.nn.Parameter(values, requires_grad=slot.param.requires_grad)
-        master.grad = slot.view
+        values = arena.master_view(slot) if slot.has_master else slot.local().detach().to(torch.float32)
+        master = torch.nn.Parameter(slot.as_param(values), requires_grad=slot.param.requires_grad)
+        master.grad = slot.grad
         return master
 
     def _step_with(self, stand_ins: dict[Tensor, Tensor]) -> None:

@@ -19,18 +19,21 @@ from . import checkpoint, layout, resume, stats, validate
 from .arena import Arena
 from .backends import choose
 from .boundary import Boundary
+from .bucket import DEFAULT_BUCKET_BYTES
 from .capture import Capture
+from .ddp import ReducersOut
+from .distributed import Agreement, Ranks, check_group, check_overlap, check_shard_states, describe
 from .microbatch import MicroBatches
+from .parallel import ParallelOptimizer
+from .reduction import Reduction
 from .registry import Registry
-from .reports import ReportingOptimizer
 from .rules import check_optimizer, rule_for
 from .scaling import LossScale, mark
+from .sharded_boundary import ShardedBoundary
 from .window import Window
 
-DEFAULT_BUCKET_BYTES = 32 * 2**20
 
-
-class FusedAccumOptimizer(ReportingOptimizer):
+class FusedAccumOptimizer(ParallelOptimizer):
     """A torch optimizer whose gradients accumulate in fp32 and whose boundary is one fused pass.
 
     Every parameter's ``.grad`` becomes a view into one flat fp32 buffer for each device, whatever the parameter's
@@ -53,7 +56,8 @@ class FusedAccumOptimizer(ReportingOptimizer):
         master_weights: "auto" or True: float16 and bfloat16 parameters get an fp32 master at the first boundary.
             False: they are updated in fp32 and rounded to nearest each time.
         backend: "auto", "native", "cuda", "triton" or "reference". One asked for by name never falls back.
-        bucket_bytes: gradient bytes that wait before they are added in one call.
+        bucket_bytes: gradient bytes that wait before they are added in one call, and bytes of the accumulator in one
+            collective. None: 32 MiB each; on the CPU 2 MiB of gradients wait.
         loss_scale: for ``backward`` and ``scale``. A number: fixed. "dynamic" or a ``LossScale``: grows and backs off
             on the device, as ``torch.amp.GradScaler``'s does.
         nonfinite: what an inf or NaN in a micro-batch's gradients costs. "skip_window": the window, at no cost.
@@ -62,9 +66,20 @@ class FusedAccumOptimizer(ReportingOptimizer):
             FloatingPointError naming the parameters, and leaves everything as it was.
         statistics: keep each micro-batch's own squared norm, from which ``stats()`` tells the gradient noise scale; no
             pass more, but up to about a tenth of each accumulate's time (README, "How fast").
+        process_group: whose ranks each have a whole copy of the model and micro-batches of their own. Gradients,
+            weights, norm and found_inf are those of all ranks together, by one reduction a window.
+        reduce_dtype: of that reduction; float32 or bfloat16 (half the bytes; each rank's sum is rounded to 8 bits).
+        overlap: reduce during the last micro-batch's backward; see ``last_micro_batch``.
+        shard_states: each of the N ranks keeps states and masters of its own part of every parameter, steps that, and
+            sends it to the others (ZeRO-1): 12/N bytes instead of 12 for bf16 and AdamW, and no more traffic where the
+            backend has a reduce-scatter of its own (gloo's is an all-reduce).
+            ``.grad`` is None once the sum is made: after ``step()`` and after ``clip_grad_norm_``. States are DTensors:
+            save them with ``torch.distributed.checkpoint``, which brings them to any number of ranks, or get them whole
+            on all ranks by its ``get_optimizer_state_dict(..., full_state_dict=True)``.
 
     Raises:
-        TypeError, ValueError: an argument or parameter that is not accepted; nothing has been changed then.
+        TypeError, ValueError: an argument or parameter that is not accepted, or not the same on all ranks; nothing has
+            been changed then.
     """
 
     def __init__(
@@ -75,30 +90,48 @@ class FusedAccumOptimizer(ReportingOptimizer):
         max_grad_norm: float | None = None,
         master_weights: bool | str = "auto",
         backend: str = "auto",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         loss_scale: float | str | LossScale | None = None,
         nonfinite: str = "skip_window",
         statistics: bool = False,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        reduce_dtype: torch.dtype = torch.float32,
+        overlap: bool = False,
+        shard_states: bool = False,
     ) -> None:
-        validate.check_arguments(optimizer, accumulation_steps, max_grad_norm, master_weights, bucket_bytes)
-        validate.check_nonfinite(nonfinite)
-        scaling = LossScale.of(loss_scale)
-        validate.check_process_group()
-        check_optimizer(optimizer)
-        for device in {param.device for group in optimizer.param_groups for param in group["params"]}:
-            choose(device, backend)  # refused here rather than in the first backward
-        super().__init__(optimizer)
-        self.max_grad_norm = max_grad_norm
-        self._options: dict[str, Any] = {
-            "backend": backend,
+        check_group(process_group, reduce_dtype)
+        ranks = None if process_group is None else Ranks(process_group)
+        options: dict[str, Any] = {
+            "accumulation_steps": accumulation_steps,
+            "max_grad_norm": max_grad_norm,
             "bucket_bytes": bucket_bytes,
             "master_weights": master_weights,
-            "loss_scale": scaling,
             "nonfinite": nonfinite,
             "statistics": statistics,
+            "reduce_dtype": reduce_dtype,
+            "overlap": overlap,
+            "shard_states": shard_states,
         }
+        with Agreement(ranks) as agreement:
+            validate.check_arguments(optimizer, accumulation_steps, max_grad_norm, master_weights, bucket_bytes)
+            validate.check_nonfinite(nonfinite)
+            scaling = LossScale.of(loss_scale)
+            check_shard_states(shard_states, process_group, optimizer)
+            if process_group is None:
+                validate.check_process_group(param for group in optimizer.param_groups for param in group["params"])
+            check_overlap(overlap, process_group, nonfinite)
+            check_optimizer(optimizer)
+            for device in {param.device for group in optimizer.param_groups for param in group["params"]}:
+                choose(device, backend)  # refused here rather than in the first backward
+            if ranks is not None:
+                agreement.description = describe(optimizer, {**options, "loss_scale": scaling})
+        super().__init__(optimizer)
+        self.max_grad_norm = max_grad_norm
+        self._options = {**options, "backend": backend, "loss_scale": scaling}
+        self._has_group = process_group is not None
         judges = nonfinite == "skip_micro_batch"
-        self._window = Window(accumulation_steps, counts_on_device=judges)
+        place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self._window = Window(accumulation_steps, judges, place)
         this = weakref.ref(self)
 
         def sink(*what: Any) -> None:
@@ -121,7 +154,17 @@ class FusedAccumOptimizer(ReportingOptimizer):
 
         self._registry = Registry(optimizer, rule, self._capture, new_arena)
         self._micro_batches = MicroBatches(self._window, self._registry, self._capture)
-        self._boundary = Boundary(optimizer, rule, self._registry, masters=master_weights is not False)
+        parties = optimizer, rule, self._registry, master_weights is not False
+        self._boundary = Boundary(*parties)
+        if ranks is not None and ranks.size > 1 and shard_states:
+            self._boundary = ShardedBoundary(*parties, ranks, bucket_bytes or DEFAULT_BUCKET_BYTES)
+        self._reducers_out = ReducersOut(self._registry.slots.__contains__)
+        self._capture.on_backward = self._reducers_out.check
+        self._reduction = None
+        if ranks is not None and ranks.size > 1:
+            self._reduction = self._micro_batches.reduction = Reduction(
+                ranks, optimizer, self._window, self._registry, self._boundary, options
+            )
         self._registry.check_new_groups()
         self._registry.adopt_new_groups(self._window.scale)
         # Runs at garbage collection and at interpreter exit, and holds the window only.
@@ -164,10 +207,13 @@ class FusedAccumOptimizer(ReportingOptimizer):
             RuntimeError: a weight after a backward without one, in the same micro-batch.
         """
         if weight is None:
-            self.scale(loss).backward(**kwargs)
+            with self._capture.hidden():
+                self.scale(loss).backward(**kwargs)
             return
-        with self._micro_batches.scope(weight):
-            self.scale(loss).backward(**kwargs)
+        # What has sharded the parameters takes the mean over the ranks before a gradient gets here.
+        in_loss = self._registry.has_sharded()
+        with self._micro_batches.scope(weight, in_loss), self._capture.hidden():
+            self.scale(loss * weight if in_loss else loss).backward(**kwargs)
 
     def micro_batch(self, weight: float | Tensor = 1) -> AbstractContextManager[None]:
         """Every backward inside of this context counts ``weight``; see ``backward``."""
@@ -190,11 +236,12 @@ class FusedAccumOptimizer(ReportingOptimizer):
         self._capture.flush()
         if self._window.position == 0:
             self._window.take_clip(None)  # it was asked for the gradients that end here
+            self._micro_batches.drop(keeps_gradients=not set_to_none)
             # Before the registry looks: a converted parameter that holds a gradient is refused, one that does not is
             # followed.
             super().zero_grad(set_to_none)
-            self._micro_batches.drop(keeps_gradients=not set_to_none)
         self._registry.refresh(self._window.scale)
+        self._rest()
 
     # Boundary ------------------------------------------------------------------------------------------------------
 
@@ -215,6 +262,8 @@ class FusedAccumOptimizer(ReportingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._capture.flush()
+        if self._reduction is not None:
+            self._reduction.check_alive()
         self._registry.refresh(self._window.scale)
         if self._only_makes_state():
             self._window.advance()
@@ -222,29 +271,21 @@ class FusedAccumOptimizer(ReportingOptimizer):
             self._run_boundary()
             return loss
         if self._window.would_end():
-            self._refuse_nonfinite()
+            self._prepare_boundary()
         if self._window.advance():
             self._run_boundary()
+        self._rest()
         return loss
-
-    def _only_makes_state(self) -> bool:
-        """Whether ``torch.distributed.checkpoint`` makes the state exist before it reads or loads it: it steps once
-        with zeros for gradients and learning rates. Taken for a micro-batch, that would shift all windows by one."""
-        if self._window.accumulation_steps is None or self._window.position > 0 or self.inner.state:
-            return False
-        for group in self.param_groups:
-            lr = group.get("lr", 1.0)
-            if (isinstance(lr, Tensor) and lr.device.type != "cpu") or lr != 0:
-                return False
-        slots = self._registry.slots.items()
-        return any(param.grad is not None and param.grad is not slot.view for param, slot in slots)
 
     @torch.no_grad()
     def flush(self) -> bool:
         """Steps a short last window: the gradients are divided by the micro-batches it really had.
 
+        With a ``process_group`` all ranks call it, and it takes part in the windows of those that have more
+        micro-batches until they call it too.
+
         Returns:
-            Whether there was an open window. Call it at the end of every epoch.
+            Whether there was an open window, on any rank. Call it at the end of every epoch.
 
         Raises:
             RuntimeError: without ``accumulation_steps`` there is no window to end; every ``step()`` is a boundary.
@@ -252,71 +293,25 @@ class FusedAccumOptimizer(ReportingOptimizer):
         validate.check_has_window(self._window.accumulation_steps, "flush")
         self._capture.flush()
         self._registry.refresh(self._window.scale)
+        if self._reduction is not None:
+            return self._flush_with_others()
         if self._window.position > 0:
-            self._refuse_nonfinite()
+            self._prepare_boundary()
         if not self._window.close():
             return False
         self._run_boundary()
         return True
 
-    def _refuse_nonfinite(self) -> None:
-        if self._options["nonfinite"] != "raise" or torch.isfinite(self._boundary.norm((1.0, 1.0, 1.0))):
-            return
-        names = self._boundary.nonfinite_names()
-        raise FloatingPointError(
-            f"the accumulated gradient of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''} holds an inf "
-            "or NaN; accepted with nonfinite='raise': finite gradients. Nothing was stepped, and the window is as it "
-            "was: reset() drops it"
-        )
-
-    def _run_boundary(self) -> None:
-        max_norm = self._window.take_clip(self.max_grad_norm)
-        if self._window.open.has_weights and self._boundary.was_written():
-            warnings.warn(
-                "fusedaccum: .grad was written to in a window of weighted micro-batches, where it holds the weighted "
-                "sum, not the mean. A clip by torch.nn.utils.clip_grad_norm_ is wrong there; use max_grad_norm or "
-                "optimizer.clip_grad_norm_",
-                stacklevel=4,
-            )
-        self._boundary.run(self._window.totals(), max_norm, self.grad_scale, self._given_found_inf)
-        self._window.start_afresh(is_spent=self._window.open.has_weights)
-
     @torch.no_grad()
     def reset(self) -> None:
         """Drops an open window and its gradients, with a warning that counts the micro-batches lost."""
         self._capture.flush()
+        self._micro_batches.check_droppable()
         self._window.warn_if_open()
         self._window.close()
         self._window.take_clip(None)
         super().zero_grad()
         self._micro_batches.drop()
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clips at the coming boundary, and returns the norm now, from the partials: no pass over the gradients.
-
-        Unlike ``torch.nn.utils.clip_grad_norm_``, which works too at the price of one pass, it leaves ``.grad`` as it
-        is. A call that is not followed by a boundary has no effect. Overrides ``max_grad_norm`` for one boundary.
-
-        Args:
-            max_norm: 0 or more.
-            norm_type: 2.
-            error_if_nonfinite: wait for the device and raise RuntimeError if the norm is not finite.
-
-        Returns:
-            0-dim float32 tensor, the norm before clipping.
-        """
-        validate.check_clip(max_norm, norm_type)
-        self._capture.flush()
-        self._registry.refresh(self._window.scale)
-        norm = self._boundary.norm(self._window.totals_so_far())
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(
-                f"clip_grad_norm_: the norm of the gradients is {norm.item()}; accepted: finite. "
-                "With error_if_nonfinite=False the step is skipped"
-            )
-        self._window.request_clip(float(max_norm))
-        return norm
 
     # State ---------------------------------------------------------------------------------------------------------
 
@@ -324,11 +319,18 @@ class FusedAccumOptimizer(ReportingOptimizer):
         """The plain optimizer's format, with masters as ``state[i]["master_param"]``, and under "fusedaccum" the open
         window (accumulators, which parameters have one, position, weights), loss scale and statistics.
 
-        The tensors are the live ones, as in torch.
+        The tensors are the live ones, as in torch. With ``shard_states`` they are DTensors, of which this rank has its
+        part.
         """
         self._capture.flush()
-        held = checkpoint.without_unused_momentum(super().state_dict(), self.param_groups, self._registry)
-        return {**held, resume.KEY: resume.save(self.param_groups, self._registry, self._window)}
+        if self._reduction is not None:
+            self._reduction.check_own()
+        held = checkpoint.without_unused_momentum(
+            super().state_dict(), self.param_groups, self._registry, self._boundary
+        )
+        held = {**held, resume.KEY: resume.save(self.param_groups, self._registry, self._window)}
+        self._rest()
+        return held
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, open_window: str = "restore") -> None:
@@ -344,8 +346,11 @@ class FusedAccumOptimizer(ReportingOptimizer):
         """
         self._capture.flush()
         resume.check(state_dict, self.param_groups, self._window, open_window)
+        if self._reduction is not None:
+            self._reduction.drop()
         checkpoint.load(self, self._registry, self._boundary, state_dict)
         resume.load(self.param_groups, self._registry, self._window, state_dict, open_window == "restore")
+        self._rest()
 
     def sync_masters(self) -> None:
         """Takes the parameters' present values into their masters.
@@ -359,7 +364,8 @@ class FusedAccumOptimizer(ReportingOptimizer):
     def remove(self) -> torch.optim.Optimizer:
         """Gives the model back to plain torch and returns the wrapped optimizer.
 
-        Gradients and state stay, in the parameters' dtypes; masters go. The wrapper cannot be used afterwards.
+        Gradients and state stay, in the parameters' dtypes; masters go. The wrapper cannot be used afterwards. With
+        ``shard_states`` all ranks call it, and each has the whole state then.
         """
         self._window.warn_if_open()
         self._window.close()
@@ -371,11 +377,10 @@ class FusedAccumOptimizer(ReportingOptimizer):
         """Copies and pickles as the wrapped optimizer and the options; the copy wraps its own parameters anew."""
         if self._window.position > 0:
             warnings.warn(self._window.describe("is not part of the copy"), stacklevel=2)
-        options = {
-            **self._options,
-            "accumulation_steps": self._window.accumulation_steps,
-            "max_grad_norm": self.max_grad_norm,
-        }
+        if self._has_group:
+            raise TypeError("the optimizer has a process_group; accepted: copies of optimizers that have none")
+        steps = self._window.accumulation_steps
+        options = {**self._options, "accumulation_steps": steps, "max_grad_norm": self.max_grad_norm}
         return _rebuild, (self.inner, options, self._registry.any_arena().window.clone())
 
     def __repr__(self) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import validate
+from . import dtensor, sharded_capture, validate
 from .arena import Arena
 from .capture import Capture
 from .rules import Rule, check_group
@@ -91,6 +92,8 @@ class Registry:
                 if slot.arena is not None:
                     regrouped.add(slot.arena)
         for param in [param for param in self.slots if param not in present]:
+            if any(dtensor.is_dtensor(value) and not dtensor.is_dtensor(param) for value in self._states_of(param)):
+                del self._optimizer.state[param]  # parts, which nobody but us can step
             self._give_back(self.slots.pop(param))
         for arena in regrouped:
             arena.write_table()
@@ -162,7 +165,7 @@ class Registry:
     @staticmethod
     def _check_holds_nothing(slot: Slot, what: str) -> None:
         grad = slot.param.grad
-        if grad is not None and grad is slot.view:
+        if grad is not None and grad is slot.grad:
             # What torch may have added to it since has not been scaled, and cannot be told from the rest.
             raise RuntimeError(
                 f"{slot.name} {what}, and holds an accumulated gradient; accepted: conversions while .grad is None. "
@@ -180,6 +183,17 @@ class Registry:
         """``Module.to(memory_format=...)`` or ``p.data = ...`` after wrapping: the kernels walk through a parameter and
         its buffers in memory order, so that these must take the parameter's new one."""
         param, arena = slot.param, slot.arena
+        if slot.is_sharded:
+            raise RuntimeError(
+                f"{slot.name} had the strides {slot.param_strides} and now has {param.stride()}; accepted: DTensors "
+                "that keep theirs. Wrap a new optimizer"
+            )
+        if slot.keeps_order:
+            raise RuntimeError(
+                f"{slot.name} had the strides {slot.param_strides} and now has {param.stride()}, and its states are "
+                "sharded; accepted: conversions before the first boundary. Save a state_dict, convert the model, wrap "
+                "a new optimizer and load it"
+            )
         views: list[Tensor] = []
         if arena is not None and slot.view is not None:
             if slot.view.shape != param.shape:
@@ -212,7 +226,8 @@ class Registry:
         """Adds ``scale * factor`` times each gradient to its slot. One device, no slot twice.
 
         Args:
-            slots, grads: the gradients, of any strides, layout and floating point dtype, possibly with a graph.
+            slots, grads: the gradients, of any strides, layout and floating point dtype, possibly with a graph; no
+                gradients where FSDP2 has added them to the accumulators by itself.
             first: whether the slot's parameter had no ``.grad``.
             odd: slots whose gradient is not plainly contiguous in the parameter's dtype, or whose parameter's ``.grad``
                 is not ours.
@@ -225,12 +240,19 @@ class Registry:
                 self.make_room(late)
         arena = slots[0].arena
         assert arena is not None
+        if not grads:
+            sharded_capture.check_added(slots, scale, factor)
+            for slot in slots:
+                kept = arena.micro_partials_of(slot)
+                if kept is not None:
+                    kept.fill_(torch.inf)  # nobody has seen the micro-batch by itself: its statistics are not known
+            return
         if factor is not None and factor.device != arena.device:
             factor = factor.to(arena.device, non_blocking=True)
         for i in reversed([i for i, slot in enumerate(slots) if slot in odd]) if odd else ():
             slot, grad = slots[i], grads[i]
-            current = slot.param.grad
-            if current is not None and current is not slot.view:
+            current = slot.held_grad()
+            if current is not None and current is not slot.grad:
                 self.adopt_grad(slot, current)
             dense = self._dense(slot, grad)
             if dense is None:
@@ -254,8 +276,9 @@ class Registry:
         if slot.arena is None:
             self.make_room([slot])
         assert slot.arena is not None
-        slot.arena.own_write(slot, grad.to_dense() if grad.is_sparse else grad)
-        slot.param.grad = slot.view
+        part = dtensor.in_place_of(slot.name, grad, slot.param)
+        slot.arena.own_write(slot, part.to_dense() if part.is_sparse else part)
+        slot.param.grad = slot.grad
 
     def reattach(self, slot: Slot, grad: Tensor) -> None:
         """Makes ``.grad`` the accumulator again, after somebody else changed what it is."""
@@ -265,20 +288,21 @@ class Registry:
             slot.version = -1  # written to, perhaps; its memory may well be the old one again
             slot.param.grad = None
             self._hook_anew(slot, grad)
-        elif grad is slot.view and slot.arena is not None:
+        elif grad is slot.grad and slot.arena is not None:
             # Module.to converts .grad in place, to memory of its own; the accumulator has the same values, and more.
             slot.keep_view(slot.arena.view_of(slot, slot.arena.acc))
-            slot.param.grad = slot.view
+            slot.param.grad = slot.grad
         else:
             self.adopt_grad(slot, grad)
 
     def make_room(self, late: Sequence[Slot]) -> None:
-        """Places in an arena. The first gradient brings all parameters that will have one, so that it grows once."""
-        wanted = dict.fromkeys(late)
-        wanted.update((slot, None) for slot in self.slots.values() if slot.arena is None and slot.param.requires_grad)
+        """Places in an arena. The first gradient brings all parameters that will have one, so that it grows once. They
+        come in the groups' order, whatever gradient was the first: it is not the same one on all ranks of a group."""
+        wanted = set(late)
         by_device: dict[torch.device, list[Slot]] = {}
-        for slot in wanted:
-            by_device.setdefault(slot.device, []).append(slot)
+        for slot in self.slots.values():
+            if slot.arena is None and (slot in wanted or slot.param.requires_grad):
+                by_device.setdefault(slot.device, []).append(slot)
         for device, slots in by_device.items():
             self.arena_of(device).add(slots)
 
@@ -306,7 +330,15 @@ class Registry:
 
     def holds_gradients(self) -> bool:
         """Whether any parameter has a ``.grad``."""
-        return any(slot.param.grad is not None for slot in self.slots.values())
+        return any(slot.held_grad() is not None for slot in self.slots.values())
+
+    def any_sharded(self) -> Tensor | None:
+        """A parameter that is a DTensor, if there is one."""
+        return next((slot.param for slot in self.slots.values() if slot.is_sharded), None)
+
+    def has_sharded(self) -> bool:
+        """Whether any parameter is a DTensor."""
+        return self.any_sharded() is not None
 
     # The end ----------------------------------------------------------------------------------------------------
 
@@ -317,7 +349,7 @@ class Registry:
         param.grad = None
         param.grad_dtype = param.dtype
         if grad is not None:
-            param.grad = grad.to(param.dtype) if grad is not slot.view else grad.to(param.dtype, copy=True)
+            param.grad = grad.to(param.dtype) if grad is not slot.grad else grad.to(param.dtype, copy=True)
         self._give_back_state(slot)
         if slot.arena is not None:
             slot.arena.retire(slot)
@@ -330,6 +362,8 @@ class Registry:
             return
         held.pop("master_param", None)
         for name, value in held.items():
+            if dtensor.is_dtensor(value) and not slot.is_sharded:
+                held[name] = value = value.full_tensor()
             if name != "step" and isinstance(value, Tensor) and value.is_floating_point():
                 held[name] = value.to(slot.param.dtype)
         rule, arena = self._rule, slot.arena
@@ -337,6 +371,9 @@ class Registry:
             return
         if arena.steps[slot.index] == 0:
             held[rule.extra_name] = None  # torch's sign that no update has filled the buffer yet
+
+    def _states_of(self, param: Tensor) -> list[Any]:
+        return list(self._optimizer.state.get(param, {}).values())
 
     def remove(self) -> None:
         """Gives every parameter back to torch, with gradient and state in its own dtype."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dtensor import check_loaded, mesh_of
 from .registry import Registry
 from .window import Window
 
@@ -29,12 +30,14 @@ def save(groups: list[dict[str, Any]], registry: Registry, window: Window) -> di
         micro: dict[int, Tensor] = {}
         for i, param in enumerate(chain.from_iterable(group["params"] for group in groups)):
             if param.grad is not None:
-                grads[i] = param.grad.detach()
                 slot = registry.slots.get(param)
+                # A DTensor that detach() returns cannot be deep-copied where its local tensor begins inside a buffer.
+                grads[i] = param.grad if slot is not None and slot.is_sharded else param.grad.detach()
                 kept = None if slot is None or slot.arena is None else slot.arena.micro_partials_of(slot)
                 if kept is not None:
                     micro[i] = kept
-        held["open"] = {**window.state(), "grads": grads, "micro_partials": micro}
+        rank, n_ranks = window.place
+        held["open"] = {**window.state(), "rank": rank, "n_ranks": n_ranks, "grads": grads, "micro_partials": micro}
     return held
 
 
@@ -69,6 +72,13 @@ def check(state_dict: dict[str, Any], groups: list[dict[str, Any]], window: Wind
             f"{saved['position']}), the optimizer has accumulation_steps={window.accumulation_steps}; accepted: the "
             "same. load_state_dict(..., open_window='drop') begins a new window"
         )
+    place = (saved.get("rank", 0), saved.get("n_ranks", 1))
+    if place != window.place:
+        raise ValueError(
+            f"loaded state dict has the open window of rank {place[0]} of {place[1]}, this is rank {window.place[0]} "
+            f"of {window.place[1]}; accepted: each rank's own, as every rank has micro-batches of its own. "
+            "load_state_dict(..., open_window='drop') begins a new window"
+        )
     params = list(chain.from_iterable(group["params"] for group in groups))
     for i, grad in saved["grads"].items():
         if i >= len(params) or grad.shape != params[i].shape:
@@ -77,6 +87,7 @@ def check(state_dict: dict[str, Any], groups: list[dict[str, Any]], window: Wind
                 f"loaded state dict has an accumulated gradient of shape {tuple(grad.shape)} for parameter {i}; found: "
                 f"{found}"
             )
+        check_loaded(f"an accumulated gradient of parameter {i}", grad, mesh_of(params[i]))
 
 
 def load(

@@ -98,13 +98,20 @@ def _found_inf_if_unscaled(optimizer: FusedAccumOptimizer) -> dict[torch.device,
         raise RuntimeError(
             "some of the window's gradients came from GradScaler.scale(loss) and some did not; accepted: all or none"
         )
-    if not window.open.was_scaled and (window.open.was_plain or window.accumulation_steps is None):
+    is_shared = optimizer._reduction is not None  # then a rank without a micro-batch has its say too
+    if not window.open.was_scaled and (window.open.was_plain or (window.accumulation_steps is None and not is_shared)):
+        if is_shared:
+            raise RuntimeError(
+                "the window's gradients were not scaled by GradScaler.scale(loss), and are to be unscaled before they "
+                "are summed over the ranks; accepted with process_group: losses from GradScaler.scale"
+            )
         return None
     registry.refresh(window.scale)
     home = registry.any_arena().device
     if not window.would_end():
         return {home: torch.zeros((), dtype=torch.float32, device=home)}
     with torch.no_grad():
+        optimizer._sum_over_ranks()
         optimizer._boundary.norm((1.0, 1.0, 1.0))
     return {device: arena.control[layout.FOUND_INF].to(torch.float32) for device, arena in registry.arenas.items()}
 

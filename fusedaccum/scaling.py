@@ -8,6 +8,7 @@ gradient, each micro-batch divided by its own scale, and unscaling costs no pass
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,17 @@ _active: dict[int, Tensor] = {}
 """Factor of each backward (graph task) that began at a scaled loss and has not ended, the innermost last."""
 
 
+starts: list[Callable[[], None]] = []
+"""Called when a backward from a scaled loss begins."""
+
+
+def call_last(call: Callable[[], None]) -> None:
+    """Has the engine call at the end of the running backward, after what queues itself while that runs: FSDP2 has
+    gradients to deliver in such a callback."""
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(lambda: engine.queue_callback(call))
+
+
 class _EndOfTask:
     """Called by the engine when the backward ends, and dropped by it uncalled when that fails."""
 
@@ -103,8 +115,9 @@ def mark(scaled_loss: Tensor, factor: Tensor) -> Tensor:
     def begin(_: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if task not in _active:
-            engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-            engine.queue_callback(_EndOfTask(task))
+            call_last(_EndOfTask(task))
+            for call in starts:
+                call()
         _active[task] = factor
 
     scaled_loss.register_hook(begin)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .dtensor import around, is_dtensor, local_of, n_replicas, part_of
 from .layout import Placement, dense_strides, is_contiguous
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 class Slot:
     """One parameter: its place in an arena, its ``.grad`` view, and what the last step left.
 
-    A slot has an arena from its first gradient on; a frozen parameter costs no memory.
+    A slot has an arena from its first gradient on; a frozen parameter costs no memory. Sizes, strides and buffers of a
+    DTensor are those of its local tensor.
     """
 
     __slots__ = (
@@ -24,17 +26,23 @@ class Slot:
         "data_ptr",
         "device",
         "dtype",
+        "grad",
         "group",
         "has_extra",
         "has_master",
         "has_state",
         "index",
         "is_contiguous",
+        "is_hidden",
+        "is_sharded",
+        "keeps_order",
         "n_elems",
+        "n_replicas",
         "name",
         "param",
         "param_strides",
         "placement",
+        "shape",
         "state",
         "strides",
         "version",
@@ -46,6 +54,12 @@ class Slot:
         self.param = param
         self.name = name
         self.group = group
+        self.is_sharded = is_dtensor(param)
+        self.n_replicas = n_replicas(param) if self.is_sharded else 1
+        self.is_hidden = False
+        """A gradient is accumulated, and yet ``.grad`` is None: see ``sharded_capture``."""
+        self.keeps_order = False
+        """States lie in the memory order that the parameter has, and cannot follow it into another."""
         self.leave_arena()
         self.remember_tensor()
 
@@ -55,6 +69,7 @@ class Slot:
         self.index = -1
         self.placement: Placement | None = None
         self.view: Tensor | None = None
+        self.grad: Tensor | None = None
         self.view_ptr = 0
         self.forget_state()
 
@@ -70,34 +85,57 @@ class Slot:
         param = self.param
         self.dtype = param.dtype
         self.device = param.device
-        self.n_elems = param.numel()
+        self.n_elems = self.local().numel()
         self.remember_order()
         self.remember_value()
 
     def remember_order(self) -> None:
         """Notes the memory order of the parameter as it is now."""
-        param = self.param
-        self.param_strides = param.stride()
-        self.strides = dense_strides(param.shape, self.param_strides)
-        self.is_contiguous = is_contiguous(param.shape, self.strides)
+        local = self.local()
+        self.shape = local.shape
+        self.param_strides = self.param.stride()
+        self.strides = dense_strides(local.shape, local.stride())
+        self.is_contiguous = is_contiguous(local.shape, self.strides)
+
+    def local(self) -> Tensor:
+        """What this rank has of the parameter: its local tensor where it is a DTensor, else the parameter itself."""
+        return local_of(self.param) if self.is_sharded else self.param
+
+    def as_param(self, local: Tensor) -> Tensor:
+        """A buffer of the local shape as users see it beside the parameter: a DTensor where the parameter is one."""
+        return around(self.param, local) if self.is_sharded else local
+
+    def fill(self, view: Tensor, value: Any, name: str) -> None:
+        """Copies ``value`` (a tensor as ``optimizer.state`` may have it, or a number) into a view that is there."""
+        value = torch.as_tensor(value)
+        if is_dtensor(view):
+            local_of(view).copy_(part_of(f"{name} of {self.name}", value, self.param))
+        else:
+            view.copy_(value.reshape(view.shape))
 
     def remember_value(self) -> None:
         """Notes the parameter's memory and version, to see later whether somebody else wrote to it."""
         self.version = self.param._version
-        self.data_ptr = self.param.data_ptr()
+        self.data_ptr = self.local().data_ptr()
 
     def was_written(self) -> bool:
         """Whether somebody wrote to the parameter, or gave it other memory, since ``remember_value``."""
-        return self.param._version != self.version or self.param.data_ptr() != self.data_ptr
+        return self.param._version != self.version or self.local().data_ptr() != self.data_ptr
 
     def keep_view(self, view: Tensor) -> None:
-        """The slot's accumulator, which is also what ``.grad`` is while something is accumulated."""
+        """The slot's accumulator. It, or the DTensor around it, is what ``.grad`` is while something is accumulated."""
         self.view = view
+        self.grad = self.as_param(view)
         self.view_ptr = view.data_ptr()
 
     def is_own(self, grad: Tensor) -> bool:
         """Whether ``grad`` is the accumulator. ``Module.to`` converts ``.grad`` in place: same object, other memory."""
-        return grad is self.view and grad.data_ptr() == self.view_ptr
+        return grad is self.grad and (local_of(grad) if self.is_sharded else grad).data_ptr() == self.view_ptr
+
+    def held_grad(self) -> Tensor | None:
+        """``.grad``, or the accumulator where it is hidden."""
+        grad = self.param.grad
+        return self.grad if grad is None and self.is_hidden else grad
 
     def keep_state(self, views: dict[str, Tensor]) -> None:
         """Notes the views that ``optimizer.state[param]`` now holds, by name."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import layout
+from . import dtensor, layout
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What gradients and parameters may be, for every op and backend."""
@@ -40,8 +41,8 @@ def check_arguments(
         check_number("max_grad_norm", max_grad_norm)
     if not (master_weights == "auto" or isinstance(master_weights, bool)):
         raise ValueError(f"master_weights is {master_weights!r}; accepted: 'auto', True, False")
-    if not (_is_int(bucket_bytes) and bucket_bytes >= 1):
-        raise ValueError(f"bucket_bytes is {bucket_bytes!r}; accepted: an integer of at least 1")
+    if not (bucket_bytes is None or (_is_int(bucket_bytes) and bucket_bytes >= 1)):
+        raise ValueError(f"bucket_bytes is {bucket_bytes!r}; accepted: None or an integer of at least 1")
 
 
 def _is_int(value: Any) -> bool:
@@ -97,13 +98,21 @@ def check_has_window(accumulation_steps: int | None, method: str) -> None:
         )
 
 
-def check_process_group() -> None:
-    """Raises RuntimeError in a process group of more than one rank: nothing here reduces gradients over ranks."""
+def check_process_group(params: Iterable[Tensor] = ()) -> None:
+    """Raises RuntimeError where the default process group has several ranks and nothing would reduce the gradients.
+
+    Args:
+        params: all parameters. DTensors that have gradients have them reduced by FSDP2 or tensor parallelism.
+    """
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return
+    trainable = [param for param in params if param.requires_grad]
+    if not (trainable and all(dtensor.is_dtensor(param) for param in trainable)):
         raise RuntimeError(
-            f"the default process group has {distributed.get_world_size()} ranks; accepted: 1. The gradients would not "
-            "be reduced over the ranks, and each would train a model of its own"
+            f"the default process group has {distributed.get_world_size()} ranks; accepted: 1, or parameters that are "
+            "all sharded by fully_shard, or process_group=torch.distributed.group.WORLD (the ranks that train one "
+            "model). Else the gradients would not be reduced over the ranks, and each would train a model of its own"
         )
 
 
@@ -116,8 +125,10 @@ def param_name(group_index: int, group: dict[str, Any], i: int) -> str:
 
 def check_param(name: str, param: Tensor) -> None:
     """Raises for a parameter that cannot be accumulated in fp32."""
-    if is_traceable_wrapper_subclass(param):
-        raise TypeError(f"{name} is a {type(param).__name__}; accepted: plain tensors (no sharded or wrapped ones)")
+    if dtensor.is_dtensor(param):
+        dtensor.check_param(name, param)
+    elif is_traceable_wrapper_subclass(param):
+        raise TypeError(f"{name} is a {type(param).__name__}; accepted: plain tensors, DTensors (fully_shard)")
     if param.layout is not torch.strided:
         raise TypeError(f"{name} has layout {param.layout}; accepted: torch.strided")
     if not param.is_leaf:
@@ -135,6 +146,7 @@ def check_param(name: str, param: Tensor) -> None:
 
 def check_dense(name: str, param: Tensor) -> None:
     """Raises for a parameter that the fused kernels, which walk through memory, cannot update."""
+    param = dtensor.local_of(param)
     if not is_dense(param):
         raise ValueError(
             f"{name} has gaps or overlaps in memory (shape {tuple(param.shape)}, strides {param.stride()}); accepted: "

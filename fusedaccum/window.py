@@ -6,6 +6,9 @@ import warnings
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+Totals = tuple[float, float, float]
+"""Numerator, weight, weight_sq: the gradient is the accumulator times numerator / weight."""
+
 
 @dataclass
 class _Open:
@@ -47,11 +50,16 @@ class Window:
     Args:
         accumulation_steps: micro-batches a window; None where each ``step()`` is a boundary.
         counts_on_device: only the device knows which micro-batches count, and adds up all weights itself.
+        place: (rank, number of ranks) of the group that shares the boundaries.
     """
 
-    def __init__(self, accumulation_steps: int | None, counts_on_device: bool = False) -> None:
+    def __init__(
+        self, accumulation_steps: int | None, counts_on_device: bool = False, place: tuple[int, int] = (0, 1)
+    ) -> None:
         self.accumulation_steps = accumulation_steps
         self.counts_on_device = counts_on_device
+        self.place = place
+        self._is_shared = place[1] > 1
         self.position = 0
         """``step()`` calls of the open window; always 0 without ``accumulation_steps``."""
         self.stepped = False
@@ -60,7 +68,7 @@ class Window:
         self.weight: float | None = None
         """Of the gradients that come now, as far as the host knows it; None outside of a weighted micro-batch."""
         self.is_spent = False
-        """The last boundary was a weighted one and nobody has dropped its gradients yet."""
+        """The last boundary was a weighted or shared one and nobody has dropped its gradients yet."""
         self._clip: float | None = None
         self._has_warned = False
 
@@ -112,10 +120,11 @@ class Window:
                 f"{'window' if self.accumulation_steps is None else 'micro-batch'}; accepted: optimizer.backward(loss, "
                 "weight=...), or no weight in any. Its gradients were not added"
             )
-        if self.is_spent and not all_first and self.weight is not None:
+        if self.is_spent and not all_first and (self._is_shared or self.weight is not None):
             raise RuntimeError(
-                "the gradients of the last window are still there, and it was weighted; accepted: zero_grad() after "
-                "each boundary. The new gradients were not added"
+                "the gradients of the last window are still there, and it was "
+                f"{'summed over the ranks' if self._is_shared else 'weighted'}; accepted: zero_grad() after each "
+                "boundary. The new gradients were not added"
             )
         if all_first:
             self.is_spent = False
@@ -136,9 +145,9 @@ class Window:
     def advance(self) -> bool:
         """One more micro-batch is in; returns whether that ends the window."""
         if self.accumulation_steps is not None:
-            if not self.micro.is_weighted and (not self.counts_on_device or self.micro.backwards == 0):
-                self.open.weight += 1.0
-                self.open.weight_sq += 1.0
+            is_due = self._is_due()
+            self.open.weight += is_due
+            self.open.weight_sq += is_due
             self._warn_of_two_windows()
             self.position = (self.position + 1) % self.accumulation_steps
             self.micro = _MicroBatch()
@@ -146,6 +155,10 @@ class Window:
         if not self.stepped:
             self._clip = None  # a clip asked for inside a window has no boundary to act at
         return self.stepped
+
+    def _is_due(self) -> bool:
+        """Whether the coming ``step()`` counts the micro-batch at hand as 1."""
+        return not self.micro.is_weighted and (not self.counts_on_device or self.micro.backwards == 0)
 
     def _warn_of_two_windows(self) -> None:
         if self.micro.backwards > 1 and not self._has_warned and not self.micro.is_weighted:
@@ -158,9 +171,8 @@ class Window:
                 stacklevel=4,
             )
 
-    def totals(self) -> tuple[float, float, float]:
-        """(numerator, weight, weight_sq) of ``finalize_``, as things stand: the gradient is the accumulator times
-        numerator / weight."""
+    def totals(self) -> Totals:
+        """What ``finalize_`` divides by, as things stand."""
         state, k = self.open, self.accumulation_steps
         if k is not None:
             return float(k), state.weight, state.weight_sq
@@ -171,7 +183,13 @@ class Window:
         counted = 0.0 if self.counts_on_device else n
         return n, counted, counted
 
-    def totals_so_far(self) -> tuple[float, float, float]:
+    def totals_if_stepped(self) -> Totals:
+        """``totals`` after the coming ``step()``."""
+        numerator, weight, weight_sq = self.totals()
+        is_due = self.accumulation_steps is not None and self._is_due()
+        return numerator, weight + is_due, weight_sq + is_due
+
+    def totals_so_far(self) -> Totals:
         """``totals`` before the ``step()`` that counts the micro-batch at hand: the norm is that of ``.grad`` as it is,
         but for weights."""
         if not self.open.has_weights:
@@ -197,6 +215,10 @@ class Window:
         """Clips at the coming boundary instead of what the constructor said."""
         self._clip = max_norm
 
+    def coming_clip(self, default: float | None) -> float | None:
+        """What ``take_clip`` will return."""
+        return default if self._clip is None else self._clip
+
     def take_clip(self, default: float | None) -> float | None:
         """The max_norm of this boundary; a requested one counts once."""
         clip, self._clip = self._clip, None
@@ -208,6 +230,11 @@ class Window:
     def is_open(self) -> bool:
         """Whether something is accumulated that no boundary has used."""
         return self.position > 0 or self.open.holds_gradients
+
+    @property
+    def is_between_micro_batches(self) -> bool:
+        """Whether ``step()`` has ended a micro-batch inside of a window, and nothing has come since."""
+        return self.position > 0 and self.micro == _MicroBatch()
 
     def state(self) -> dict[str, Any]:
         """The open window, for a checkpoint."""

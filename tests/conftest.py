@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -232,6 +235,60 @@ def far_memory() -> Callable[[int, torch.dtype], torch.Tensor]:
     except RuntimeError:
         pytest.skip("the system does not promise 8 GiB of address space beyond its memory")
     return lambda n_elems, dtype: torch.empty(n_elems, dtype=dtype)
+
+
+# Here and not in tests/distributed, as modules find this file under the name "conftest".
+@pytest.fixture(scope="session")
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, str], str]:
+    """What became of a check of tests/distributed: "" if all is well. A set of modules of checks is launched once for
+    each number of ranks."""
+    if not torch.distributed.is_available():
+        pytest.skip("this torch is built without torch.distributed")
+    from launch import run_checks
+
+    found: dict[tuple[str, int], dict[str, str]] = {}
+    # Each process of pytest-xdist has a session of its own; the folder above theirs is one for all.
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if hasattr(request.config, "workerinput") else base
+
+    def of(modules: str, n_ranks: int, name: str) -> str:
+        key = (modules, n_ranks)
+        if key not in found:
+            folder = shared / f"{modules}-on-{n_ranks}"
+            folder.mkdir(exist_ok=True)
+            # The first to come here launches the group, and the others wait for what it finds.
+            with open(folder / "lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                outcome = folder / "outcome.json"
+                if not outcome.exists():
+                    outcome.write_text(json.dumps(run_checks(modules, n_ranks, folder)))
+            found[key] = json.loads(outcome.read_text())
+        return found[key][name]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def trainer_installed() -> None:
+    """transformers with accelerate, for processes that train by its Trainer."""
+    missing = [name for name in ("accelerate", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed: pip install fusedaccum[integration]")
+    if not torch.distributed.is_available():
+        pytest.skip("this torch is built without torch.distributed")
+
+
+@pytest.fixture(scope="session")
+def wire_rows() -> list[dict[str, Any]]:
+    """What ``bench.wire`` measures on a small model."""
+    if not torch.distributed.is_available():
+        pytest.skip("this torch is built without torch.distributed")
+    from bench import wire
+
+    rows, is_isolated = wire.measure(n_rounds=3, width=64, n_tokens=4)
+    if not is_isolated:
+        pytest.skip("the loopback device's counters are shared with other programs: unshare --net is not allowed here")
+    return rows
 
 
 @contextmanager

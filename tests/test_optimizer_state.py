@@ -297,3 +297,20 @@ def test_momentum_that_was_never_filled_stays_so_when_buffers_grow(backend_name)
     assert torch.equal(late, torch.full((3,), -1.0))
     optimizer.step()  # 0.9 * 1 + 0.5 * 1
     torch.testing.assert_close(first.detach(), torch.full((3,), -2.4), rtol=2**-22, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_counts_are_live_when_only_empty_parameters_are_new(backend_name, dtype):
+    """Only the counts grow then: those in ``optimizer.state`` stayed where they were."""
+    model = mlp(dtype)
+    optimizer = wrap(model, accumulation_steps=1, backend=backend_name)
+    run_window(model, optimizer, inputs(1, dtype))
+    optimizer.zero_grad()
+    empty = nn.Parameter(torch.zeros(0, 3, dtype=dtype))
+    optimizer.add_param_group({"params": [empty]})
+    for batch in inputs(2, dtype):
+        (loss_of(model, batch) + empty.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.state[empty]["step"].item() == 2
+    assert all(optimizer.state[param]["step"].item() == 3 for param in model.parameters())
