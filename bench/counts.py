@@ -48,10 +48,7 @@ class Counts:
     def __init__(self) -> None:
         shapes = gpt2_124m()
         params = parameters(shapes, torch.bfloat16)
-        # What waits, and for how many calls, is that of a GPU.
-        optimizer = FusedAccumOptimizer(
-            torch.optim.AdamW(params, lr=1e-3), max_grad_norm=1.0, bucket_bytes=DEFAULT_BUCKET_BYTES
-        )
+        optimizer = FusedAccumOptimizer(torch.optim.AdamW(params, lr=1e-3), max_grad_norm=1.0)
         delivery = Delivery(gradients(shapes), params)
         delivery.prepare()
         # The first micro-batch allocates the accumulator, and next to it nothing of a parameter's size.

@@ -15,17 +15,6 @@ if TYPE_CHECKING:
     from .capture import Capture
 
 DEFAULT_BUCKET_BYTES = 32 * 2**20
-CPU_BUCKET_BYTES = 2 * 2**20
-"""The default on the CPU. A likely reason, not looked at with counters: gradients that wait leave the cache, and their
-memory is not there for the next ones. Against 32 MiB a window of 8 with little else to do took 16% less time (fp32,
-tensors of 1 MB) to as much time (bf16 of 0.5 MB, and a model of less than 2 MB); with 256 tokens it is below
-the noise (two ranks on two cores of an AMD EPYC, torch 2.13, 2026-12-01).
-"""
-
-
-def default_bytes(device: torch.device) -> int:
-    """Gradient bytes that wait on ``device`` where the user has not said how many."""
-    return CPU_BUCKET_BYTES if device.type == "cpu" else DEFAULT_BUCKET_BYTES
 
 
 class Bucket:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import sharded_capture
-from .bucket import Bucket, default_bytes
+from .bucket import Bucket
 from .slot import Slot
 
 Sink = Callable[[list[Slot], list[Tensor], list[bool], set[Slot], Tensor | None, Tensor | None], None]
@@ -109,14 +109,14 @@ class Capture:
 
     Args:
         sink: called with the arguments of ``Registry.accumulate``, outside of grad mode.
-        bucket_bytes: gradient bytes that may wait, counted in the parameters' dtypes. None: the device's default.
+        bucket_bytes: gradient bytes that may wait, counted in the parameters' dtypes.
         through_node: intercept before the node (the default where torch allows it) or behind it.
         judge: given, all gradients of a micro-batch wait until it is over, whatever their size, and are then handed
             over together with what ``judge`` returns of them.
     """
 
     def __init__(
-        self, sink: Sink, bucket_bytes: int | None, through_node: bool | None = None, judge: Judge | None = None
+        self, sink: Sink, bucket_bytes: int, through_node: bool | None = None, judge: Judge | None = None
     ) -> None:
         keep_compiler_out()
         self.sink = sink
@@ -279,7 +279,7 @@ class Capture:
         param = slot.param
         dtype, is_contiguous = slot.dtype, slot.is_contiguous
         n_bytes = slot.n_elems * param.element_size()  # gradients mostly come in the parameter's dtype
-        bucket_bytes = default_bytes(slot.device) if self._bucket_bytes is None else self._bucket_bytes
+        bucket_bytes = self._bucket_bytes
         n_own_hooks = 0 if self.through_node else 1
         current_task = torch._C._current_graph_task_id
         getrefcount = sys.getrefcount

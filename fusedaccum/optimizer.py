@@ -57,7 +57,7 @@ class FusedAccumOptimizer(ParallelOptimizer):
             False: they are updated in fp32 and rounded to nearest each time.
         backend: "auto", "native", "cuda", "triton" or "reference". One asked for by name never falls back.
         bucket_bytes: gradient bytes that wait before they are added in one call, and bytes of the accumulator in one
-            collective. None: 32 MiB each; on the CPU 2 MiB of gradients wait.
+            collective.
         loss_scale: for ``backward`` and ``scale``. A number: fixed. "dynamic" or a ``LossScale``: grows and backs off
             on the device, as ``torch.amp.GradScaler``'s does.
         nonfinite: what an inf or NaN in a micro-batch's gradients costs. "skip_window": the window, at no cost.
@@ -90,7 +90,7 @@ class FusedAccumOptimizer(ParallelOptimizer):
         max_grad_norm: float | None = None,
         master_weights: bool | str = "auto",
         backend: str = "auto",
-        bucket_bytes: int | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         loss_scale: float | str | LossScale | None = None,
         nonfinite: str = "skip_window",
         statistics: bool = False,
@@ -157,7 +157,7 @@ class FusedAccumOptimizer(ParallelOptimizer):
         parties = optimizer, rule, self._registry, master_weights is not False
         self._boundary = Boundary(*parties)
         if ranks is not None and ranks.size > 1 and shard_states:
-            self._boundary = ShardedBoundary(*parties, ranks, bucket_bytes or DEFAULT_BUCKET_BYTES)
+            self._boundary = ShardedBoundary(*parties, ranks, bucket_bytes)
         self._reducers_out = ReducersOut(self._registry.slots.__contains__)
         self._capture.on_backward = self._reducers_out.check
         self._reduction = None

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from . import layout
 from .boundary import Boundary
-from .bucket import DEFAULT_BUCKET_BYTES
 from .distributed import RankLostError, Ranks, checksum, first_difference, settings_of
 from .pieces import Pieces
 from .registry import Registry
@@ -100,7 +99,7 @@ class Reduction:
         self._boundary = boundary
         self._reduce_dtype = options["reduce_dtype"]
         self._overlap = options["overlap"]
-        self._piece_bytes = options["bucket_bytes"] or DEFAULT_BUCKET_BYTES
+        self._piece_bytes = options["bucket_bytes"]
         self._refuses_nonfinite = options["nonfinite"] == "raise"
         self._said_last = False
         self._lost: str | None = None

@@ -41,8 +41,8 @@ def check_arguments(
         check_number("max_grad_norm", max_grad_norm)
     if not (master_weights == "auto" or isinstance(master_weights, bool)):
         raise ValueError(f"master_weights is {master_weights!r}; accepted: 'auto', True, False")
-    if not (bucket_bytes is None or (_is_int(bucket_bytes) and bucket_bytes >= 1)):
-        raise ValueError(f"bucket_bytes is {bucket_bytes!r}; accepted: None or an integer of at least 1")
+    if not (_is_int(bucket_bytes) and bucket_bytes >= 1):
+        raise ValueError(f"bucket_bytes is {bucket_bytes!r}; accepted: an integer of at least 1")
 
 
 def _is_int(value: Any) -> bool:

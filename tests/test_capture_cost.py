@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedaccum import FusedAccumOptimizer, ops
-from fusedaccum.bucket import CPU_BUCKET_BYTES, DEFAULT_BUCKET_BYTES
 
 
 def _count_calls(optimizer, param):
@@ -149,17 +148,6 @@ class Watched(torch.autograd.Function):
         ctx.alive.append((weakref.ref(by_weight), by_weight.nbytes))
         ctx.peaks.append(sum(n_bytes for ref, n_bytes in ctx.alive if ref() is not None))
         return grad @ weight.t(), by_weight, None, None
-
-
-def test_the_default_bucket(backend_name):
-    """On the CPU gradients are added before they leave the cache; a number that was asked for is kept to."""
-    for options, n_calls in (({}, 2), ({"bucket_bytes": DEFAULT_BUCKET_BYTES}, 1)):
-        params = [nn.Parameter(torch.zeros(CPU_BUCKET_BYTES // 4)) for _ in range(2)]
-        optimizer = FusedAccumOptimizer(torch.optim.SGD(params, lr=1.0), backend=backend_name, **options)
-        sum(param.sum() for param in params).backward()
-        calls = _count_calls(optimizer, params[0])
-        sum(param.sum() for param in params).backward()
-        assert calls == ["accumulate_"] * n_calls
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 1000, 3000, 2**30])

@@ -251,7 +251,7 @@ def test_found_inf_and_grad_norm_are_of_the_last_boundary(backend_name):
         ({"max_grad_norm": "1"}, ValueError, "max_grad_norm is '1'"),
         ({"master_weights": "yes"}, ValueError, "master_weights is 'yes'; accepted: 'auto', True, False"),
         ({"master_weights": None}, ValueError, "master_weights is None"),
-        ({"bucket_bytes": 0}, ValueError, "bucket_bytes is 0; accepted: None or an integer of at least 1"),
+        ({"bucket_bytes": 0}, ValueError, "bucket_bytes is 0; accepted: an integer of at least 1"),
         ({"bucket_bytes": 1.5}, ValueError, "bucket_bytes is 1.5"),
         ({"backend": "cudnn"}, ValueError, "backend is 'cudnn'; accepted: 'auto', 'native'"),
     ],
