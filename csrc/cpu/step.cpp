@@ -12,14 +12,15 @@ struct StepTask {
   char* param;
   int64_t param_bytes;
   ParamKind kind;
+  Place place;
   float* master;  // at the slot's first element, or null
   float* extra;   // max_exp_avg_sq or momentum_buffer, likewise
 };
 
 // Checks what both rules share, before anything is written.
 std::vector<StepTask> step_tasks(const char* op, const std::vector<Tensor>& params, const std::vector<int64_t>& slots,
-                                 const SlotTable& table, const Tensor& scalars, const Tensor& control,
-                                 const std::optional<Tensor>& master, const char* extra_name,
+                                 const SlotTable& table, const Tensor& acc, const Tensor& scalars,
+                                 const Tensor& control, const std::optional<Tensor>& master, const char* extra_name,
                                  const std::optional<Tensor>& extra, std::vector<int64_t>& n_elems) {
   check_same_length(op, "params", params.size(), "slots", slots.size());
   check_rows({op, "scalars"}, scalars, ScalarType::Float, kScalarColumns);
@@ -43,8 +44,9 @@ std::vector<StepTask> step_tasks(const char* op, const std::vector<Tensor>& para
              "] has dtype float32 and a master; accepted: no master");
     if (has_master) check_within(op, "master", master, slot.master_offset_elems, slot.n_elems, i);
     if (has_extra) check_within(op, extra_name, extra, slot.extra_offset_elems, slot.n_elems, i);
-    tasks.push_back({&slot, static_cast<char*>(params[i].mutable_data_ptr()), dtype == kFloat32 ? 4 : 2,
-                     param_kind(dtype, has_master), has_master ? master_data + slot.master_offset_elems : nullptr,
+    char* const param = static_cast<char*>(params[i].mutable_data_ptr());
+    tasks.push_back({&slot, param, dtype == kFloat32 ? 4 : 2, param_kind(dtype, has_master),
+                     place_of(acc.numel(), param), has_master ? master_data + slot.master_offset_elems : nullptr,
                      has_extra ? extra_data + slot.extra_offset_elems : nullptr});
     n_elems.push_back(slot.n_elems);
   }
@@ -65,8 +67,8 @@ void adam_step_cpu(std::vector<Tensor> params, Tensor exp_avg, Tensor exp_avg_sq
   check_flat({op, "exp_avg"}, exp_avg, ScalarType::Float, acc.numel());
   check_flat({op, "exp_avg_sq"}, exp_avg_sq, ScalarType::Float, acc.numel());
   std::vector<int64_t> n_elems;
-  const std::vector<StepTask> tasks =
-      step_tasks(op, params, slots, slot_table, scalars, control, master, "max_exp_avg_sq", max_exp_avg_sq, n_elems);
+  const std::vector<StepTask> tasks = step_tasks(op, params, slots, slot_table, acc, scalars, control, master,
+                                                 "max_exp_avg_sq", max_exp_avg_sq, n_elems);
   if (is_skipped(control)) return;
   const float* const acc_data = static_cast<const float*>(acc.const_data_ptr());
   float* const exp_avg_data = static_cast<float*>(exp_avg.mutable_data_ptr());
@@ -77,7 +79,7 @@ void adam_step_cpu(std::vector<Tensor> params, Tensor exp_avg, Tensor exp_avg_sq
     const AdamScalars& scalar_row = rows[slots[i]];
     const bool amsgrad = scalar_row.amsgrad != 0.0f && task.extra != nullptr;
     const int64_t at = task.slot->offset_elems + begin;
-    isa.adam[task.kind][amsgrad](
+    isa.adam[task.kind][amsgrad][task.place](
         {task.param + begin * task.param_bytes, task.master ? task.master + begin : nullptr, exp_avg_data + at,
          exp_avg_sq_data + at, amsgrad ? task.extra + begin : nullptr, acc_data + at},
         n, scalar_row);
@@ -91,8 +93,8 @@ void sgd_step_cpu(std::vector<Tensor> params, std::optional<Tensor> momentum_buf
   check_flat({op, "acc"}, acc, ScalarType::Float, 0);
   const SlotTable slot_table(op, table, acc.numel(), -1);
   std::vector<int64_t> n_elems;
-  const std::vector<StepTask> tasks =
-      step_tasks(op, params, slots, slot_table, scalars, control, master, "momentum_buffer", momentum_buffer, n_elems);
+  const std::vector<StepTask> tasks = step_tasks(op, params, slots, slot_table, acc, scalars, control, master,
+                                                 "momentum_buffer", momentum_buffer, n_elems);
   if (is_skipped(control)) return;
   const float* const acc_data = static_cast<const float*>(acc.const_data_ptr());
   const SgdScalars* const rows = static_cast<const SgdScalars*>(scalars.const_data_ptr());
@@ -100,9 +102,10 @@ void sgd_step_cpu(std::vector<Tensor> params, std::optional<Tensor> momentum_buf
     const StepTask& task = tasks[i];
     const SgdScalars& scalar_row = rows[slots[i]];
     const bool momentum = scalar_row.momentum != 0.0f && task.extra != nullptr;
-    isa.sgd[task.kind][momentum]({task.param + begin * task.param_bytes, task.master ? task.master + begin : nullptr,
-                                  momentum ? task.extra + begin : nullptr, acc_data + task.slot->offset_elems + begin},
-                                 n, scalar_row);
+    isa.sgd[task.kind][momentum][task.place](
+        {task.param + begin * task.param_bytes, task.master ? task.master + begin : nullptr,
+         momentum ? task.extra + begin : nullptr, acc_data + task.slot->offset_elems + begin},
+        n, scalar_row);
   });
 }
 
