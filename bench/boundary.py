@@ -37,8 +37,9 @@ from .providers import (
 
 # Two fp32 roundings of a value below 0.25, and lr times those of the quotient.
 OUR_TOLERANCE = 3e-8
-# lr / 1000: torch sums squares in fp32, and a gradient near eps feels the error of the norm.
-TORCH_TOLERANCE = 1e-6
+# lr / 500: torch sums squares in fp32, and a gradient near eps feels the error of the norm, which grows with the number
+# of elements (1.1e-6 seen at 2^26).
+TORCH_TOLERANCE = 2e-6
 # An ulp of bfloat16 below 0.25. As large as lr: it only says that the update is of the right size.
 BF16_TOLERANCE = 2.0**-10
 

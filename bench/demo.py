@@ -23,6 +23,8 @@ from rich.table import Table
 
 from .demo_tasks import MICRO_BATCHES, Task, tasks
 from .demo_worker import WAYS, End, Exact, Step, Trainer, work
+from .measure import environment
+from .rows import write_csv
 
 LARGE, NAIVE, OURS = WAYS
 
@@ -180,10 +182,50 @@ NOTES = (
 )
 
 
+@dataclass(frozen=True)
+class DemoRow:
+    """One way's result, for the file: losses are means in nats, ``off_fp64`` as in the table."""
+
+    task: str
+    way: str
+    micro_batches: int
+    train_loss: float
+    held_out_loss: float
+    off_fp64: float
+    ms_a_step: float
+    peak_mb: float
+    device: str
+    versions: str
+    commit: str
+    date: str
+
+
+def rows(all_results: dict[Task, dict[str, Result]]) -> list[DemoRow]:
+    """What ``python -m bench report`` makes a table of."""
+    where = environment()
+    return [
+        DemoRow(
+            f"{task.name}, {task.n_steps} windows of {task.batch} {task.unit}",
+            way,
+            WAYS[way].n_micro_batches,
+            result.train_loss,
+            result.held_out_loss,
+            result.error,
+            result.step_ms,
+            result.peak_mb,
+            **where,
+        )
+        for task, results in all_results.items()
+        for way, result in results.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="four windows of each: shows only that everything runs")
-    quick = parser.parse_args().quick
+    parser.add_argument("--out", type=Path, help="folder to write demo.csv to; none by default")
+    arguments = parser.parse_args()
+    quick = arguments.quick
     # A log has no width of its own; 80 columns would break the tables.
     console = Console() if Console().is_terminal else Console(width=110)
     start = time.perf_counter()
@@ -198,6 +240,8 @@ def main() -> None:
     for task, results in all_results.items():
         console.print(meaning(task, results), style="bold")
         console.print(noise(task, results))
+    if arguments.out is not None:
+        write_csv(arguments.out / "demo.csv", rows(all_results))
     console.print(f"Done in {time.perf_counter() - start:.0f} s.")
 
 

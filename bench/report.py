@@ -11,7 +11,7 @@ from . import accuracy, plots, tables, timeline
 from .rows import REPORT, ROWS, Row, read_csv
 
 TABLE = "table.md"
-# Written by the demo, if it writes rows.
+# Written by `python -m bench.demo --out`.
 DEMO = "demo.csv"
 
 

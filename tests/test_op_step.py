@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from cuda_cases import Param, every_param, normal, ready_to_step, step
+from cuda_cases import Param, every_param, normal, ready_to_step
 from helpers import (
     SIZES,
     Buffers,
@@ -377,6 +377,6 @@ def test_an_accumulator_beyond_the_caches(native: Backend, reference: Backend, r
     for backend in (native, reference):
         buffers = ready_to_step(rule, params, 0, normal, 0.0)
         assert any(buffers.params[s].data_ptr() % 64 == 0 for s in slots), "nothing is streamed"
-        step(backend, buffers, rule, slots)
+        run_step(backend, buffers, rule, slots)
         results.append(buffers)
     assert_same_buffers(*results)
