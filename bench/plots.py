@@ -239,7 +239,7 @@ def bytes_an_element(rows: Sequence[Row], path: Path) -> None:
         axes.set_title(wanted[op], loc="left", fontsize=10, fontweight="bold")
         _plain_axes(axes)
         axes.grid(False, axis="y")
-    grid[-1, 0].set_xlabel("bytes moved for each element (dashed: least possible at fp32).  * not as exact as fp32")
+    grid[-1, 0].set_xlabel("bytes moved for each element (dashed: least possible at fp32)\n* not as exact as fp32")
     save(figure, path)
 
 

@@ -156,6 +156,23 @@ double accumulate_near(float* __restrict acc, const void* grad_bytes, int64_t n,
   return chunk_sum(lanes, used, acc, n);
 }
 
+// Elements of one cache line of fp32.
+constexpr int kBlock = kLine / sizeof(float);
+
+template <typename Grad>
+inline __attribute__((always_inline)) void widen_line(const Grad* grad, float* value) {
+  for (int j = 0; j < kBlock; ++j) value[j] = to_float(grad[j]);
+}
+
+#if FA_ISA_VECTOR_BYTES == 64
+// One instruction for a dozen: a streamed first add of fp16 takes 0.67 of the time with two threads, 0.73 with one (as
+// above). The same values: it is exact, and flushes no subnormals whatever the mode.
+template <>
+inline __attribute__((always_inline)) void widen_line(const fp16* grad, float* value) {
+  _mm512_storeu_ps(value, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(grad))));
+}
+#endif
+
 // A whole chunk, kRows rows in one pass, so that a lane is loaded and stored once for all of them. Such a walk, in
 // eight places at a time, is more than a processor's own prefetcher follows; so the rows after these are asked for line
 // by line, into the second-level cache. (What lies behind the last chunk may be anybody's: a prefetch cannot fault.)
@@ -167,7 +184,6 @@ double accumulate_far(float* __restrict acc, const void* grad_bytes, int64_t n, 
   constexpr bool kMicro = kAdd == kAddLaterWithMicro;
   constexpr bool kFirst = kAdd == kAddFirst;
   constexpr int kRows = 4;
-  constexpr int kBlock = kLine / sizeof(float);
   constexpr int kAccLines = kRows * static_cast<int>(sizeof(float)) * kBlock / kLine;
   constexpr int kGradLines = kRows * static_cast<int>(sizeof(Grad)) * kBlock / kLine;
   static_assert(kChunk % (kRows * kLanes) == 0, "a chunk is a whole number of passes");
@@ -188,11 +204,12 @@ double accumulate_far(float* __restrict acc, const void* grad_bytes, int64_t n, 
       float result[kRows][kBlock];
       [[maybe_unused]] float added[kMicro ? kRows : 1][kBlock];
       for (int row = 0; row < kRows; ++row) {
+        const int64_t at = row * kLanes + i;
+        float value[kBlock];
+        widen_line(grad_rows + at, value);
         for (int j = 0; j < kBlock; ++j) {
-          const int64_t at = row * kLanes + i + j;
-          const float value = to_float(grad_rows[at]);
-          result[row][j] = kFirst ? scaled(value, scale) : accumulated(acc_rows[at], value, scale);
-          if (kMicro) added[row][j] = scaled(value, scale);
+          result[row][j] = kFirst ? scaled(value[j], scale) : accumulated(acc_rows[at + j], value[j], scale);
+          if (kMicro) added[row][j] = scaled(value[j], scale);
         }
       }
       // After all reads: rows are 4 KiB apart, and a load waits for an earlier store to an address with the same last
