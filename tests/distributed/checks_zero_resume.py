@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from checks_checkpoint import load, save
-from checks_zero import Odd, assert_equal, assert_params_agree, everything, mine, run, wrap
+from checks_window import mine
 from launch import sizes
 from models import U32, inputs
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from zero_models import Odd, assert_equal, assert_params_agree, everything, run, wrap
 
 from fusedaccum import FusedAccumOptimizer
 

@@ -5,13 +5,25 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import OPTIMIZERS, Oracle
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from fusedaccum import FusedAccumOptimizer
+
+BF16_FORWARD = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SETUPS = {
+    "fp32": (torch.float32, MixedPrecisionPolicy()),
+    "bf16 forward on fp32 parameters": (torch.float32, BF16_FORWARD),
+    "bf16": (torch.bfloat16, MixedPrecisionPolicy()),
+    "bf16, reduced in fp32": (torch.bfloat16, MixedPrecisionPolicy(reduce_dtype=torch.float32)),
+}
 
 
 @dataclass
@@ -84,3 +96,35 @@ def same_on_all_ranks(tensor: Tensor) -> bool:
     every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(every, tensor.detach().clone().contiguous())
     return all(torch.equal(each, tensor) for each in every)
+
+
+def fp32_sums(model: Net, given: list[Tensor], scale: float) -> list[Tensor]:
+    """What ``.grad`` must be on this rank, bit for bit: the fp32 sum of what FSDP2 makes of each batch."""
+    sums: list[Tensor] = []
+    for batch in given:
+        loss_of(model, batch).backward()
+        grads = [part(param.grad).float() * scale for param in model.parameters()]
+        sums = grads if not sums else [total + grad for total, grad in zip(sums, grads, strict=True)]
+        model.zero_grad()
+    return sums
+
+
+def wrap(model: Net, name: str = "adamw", **options) -> FusedAccumOptimizer:
+    return FusedAccumOptimizer(OPTIMIZERS[name](model.parameters()), **options)
+
+
+def norm_of(model: Net) -> float:
+    """The norm of all gradients of all ranks, in fp64."""
+    return sum(float(whole(param.grad).double().square().sum()) for param in model.parameters()) ** 0.5
+
+
+def assert_matches(oracle: Oracle, optimizer: FusedAccumOptimizer) -> None:
+    """``Oracle.assert_matches`` of the whole parameters and masters."""
+    copies: list[Tensor] = []
+    masters: dict[Tensor, dict[str, Tensor]] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            copies.append(whole(param))
+            held = optimizer.state[param]
+            masters[copies[-1]] = {"master_param": whole(held["master_param"])} if "master_param" in held else {}
+    oracle.assert_matches(SimpleNamespace(param_groups=[{"params": copies}], state=masters))

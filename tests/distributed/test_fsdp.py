@@ -10,7 +10,7 @@ from launch import cases, environment
 
 pytestmark = pytest.mark.distributed
 
-MODULES = "checks_fsdp,checks_fsdp_state"
+MODULES = "checks_fsdp,checks_fsdp_use,checks_fsdp_state"
 
 
 @pytest.mark.parametrize(("modules", "n_ranks", "name"), cases(MODULES, (2, 4)))

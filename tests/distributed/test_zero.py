@@ -10,7 +10,7 @@ from launch import cases, run_checks
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize(("modules", "n_ranks", "name"), cases("checks_zero", (1, 2, 4)))
+@pytest.mark.parametrize(("modules", "n_ranks", "name"), cases("checks_zero,checks_zero_use", (1, 2, 4)))
 def test_ranks(outcome, modules, n_ranks, name):
     error = outcome(modules, n_ranks, name)
     if error:
