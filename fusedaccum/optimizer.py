@@ -65,7 +65,7 @@ class FusedAccumOptimizer(ParallelOptimizer):
             is over, and are read once more to be judged. "raise": the boundary waits for the device, raises
             FloatingPointError naming the parameters, and leaves everything as it was.
         statistics: keep each micro-batch's own squared norm, from which ``stats()`` tells the gradient noise scale; no
-            pass more, but up to about a tenth of each accumulate's time (README, "How fast").
+            pass more, and no time from memory; from a cache up to a quarter of an add (README, "How fast").
         process_group: whose ranks each have a whole copy of the model and micro-batches of their own. Gradients,
             weights, norm and found_inf are those of all ranks together, by one reduction a window.
         reduce_dtype: of that reduction; float32 or bfloat16 (half the bytes; each rank's sum is rounded to 8 bits).
