@@ -353,3 +353,15 @@ def test_an_accumulator_beyond_the_caches(native: Backend, reference: Backend, d
         for name in ("acc", "partials", *(["micro_partials"] if micro else [])):
             assert_same_bits(buffers[0].of(name, slot), buffers[1].of(name, slot), f"{name} of slot {slot}")
     assert bool(torch.isnan(buffers[0].of("acc", 3)).all()), "written beyond the slots"
+
+
+def test_an_unaligned_slot_beyond_the_caches(native: Backend, reference: Backend) -> None:
+    """A table may place a slot anywhere; a streaming store to an address between two lines would end the process."""
+    sizes = (7, 2 * CHUNK + 33, 2**23)
+    buffers = [Buffers(sizes) for _ in range(2)]
+    grads = grads_of(sizes[1:2], torch.bfloat16)
+    for backend, its in zip((native, reference), buffers, strict=True):
+        its.table[1, 0] += 1  # into the padding behind it
+        accumulate(backend, its, grads, [1], [1])
+    assert_same_bits(buffers[0].acc, buffers[1].acc, "acc")
+    assert_same_bits(buffers[0].partials, buffers[1].partials, "partials")

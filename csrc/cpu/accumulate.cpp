@@ -63,7 +63,6 @@ void accumulate_cpu(Tensor acc, Tensor partials, std::optional<Tensor> micro_par
   OnceEach once(op, slot_table.size());
   tasks.reserve(grads.size());
   n_elems.reserve(grads.size());
-  const Place place = place_of(acc.numel(), acc_data);
   for (size_t i = 0; i < grads.size(); ++i) {
     const Dtype dtype = stored_dtype(op, "grads", i, grads[i]);
     const Slot& slot = slot_table.at(slots[i], "grads", i);
@@ -71,6 +70,7 @@ void accumulate_cpu(Tensor acc, Tensor partials, std::optional<Tensor> micro_par
     slot_table.check_tensor(grads[i], slot, "grads", i);
     const bool is_first = first[i] != 0;
     float* const slot_acc = acc_data + slot.offset_elems;
+    const Place place = place_of(acc.numel(), slot_acc);
     tasks.push_back({slot_acc, partials_data + slot.first_chunk,
                      micro_data != nullptr ? micro_data + slot.first_chunk : nullptr,
                      static_cast<const char*>(grads[i].const_data_ptr()), dtype == kFloat32 ? 4 : 2, is_first,
