@@ -20,10 +20,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from models import loss_of, mlp, wrap
+from breaking_run import begin, micro_batch
 from torch import Tensor
-
-K = 4
 
 
 def bits_of(tensors: list[Tensor]) -> bytes:
@@ -38,21 +36,14 @@ def train(folder: Path, n_micro_batches: int, dies_at: int) -> None:
     dist.init_process_group(
         "gloo", init_method=os.environ["STORE"], rank=rank, world_size=n_ranks, timeout=timedelta(seconds=30)
     )
-    torch.manual_seed(5)
-    model = mlp(torch.bfloat16)
-    data = [torch.randn(5, 7, dtype=torch.bfloat16) for _ in range(n_micro_batches * n_ranks)][rank::n_ranks]
-    optimizer = wrap(
-        model, accumulation_steps=K, max_grad_norm=0.05, loss_scale="dynamic", overlap=True, bucket_bytes=100,
-        process_group=dist.group.WORLD,
-    )  # fmt: skip
+    model, data, optimizer = begin(rank, n_ranks, n_micro_batches)
     at_boundary = bits_of(list(model.parameters()))
     for at in range(n_micro_batches):
         if at == dies_at and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
         try:
-            optimizer.backward(loss_of(model, data[at]), weight=1 + (at * 7 + rank) % 5)
-            optimizer.step()
+            micro_batch(model, data, optimizer, at, rank)
         except RuntimeError as error:
             _report_loss(folder / f"lost-{rank}.json", error, time.monotonic() - start, model, optimizer, at_boundary)
             raise

@@ -21,9 +21,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import exits  # noqa: F401
-from models import loss_of, mlp, wrap
+from breaking_run import K, begin, micro_batch
 
-K = 4
 N_MICRO_BATCHES = 14
 """Of each rank: three windows, and one of two."""
 DIES_AT = 10
@@ -35,13 +34,7 @@ def train(checkpoint: Path | None, rank: int, n_ranks: int) -> tuple[bytes, int]
 
     With ``checkpoint`` the run goes on from there, keeps it up to date, and rank 1 dies in its first life.
     """
-    torch.manual_seed(5)
-    model = mlp(torch.bfloat16)
-    data = [torch.randn(5, 7, dtype=torch.bfloat16) for _ in range(N_MICRO_BATCHES * n_ranks)][rank::n_ranks]
-    optimizer = wrap(
-        model, accumulation_steps=K, max_grad_norm=0.05, loss_scale="dynamic", overlap=True, bucket_bytes=100,
-        process_group=dist.group.WORLD,
-    )  # fmt: skip
+    model, data, optimizer = begin(rank, n_ranks, N_MICRO_BATCHES)
     began = 0
     if checkpoint is not None and checkpoint.exists():
         held = torch.load(checkpoint, weights_only=True)
@@ -51,8 +44,7 @@ def train(checkpoint: Path | None, rank: int, n_ranks: int) -> tuple[bytes, int]
     for at in range(began, N_MICRO_BATCHES):
         if checkpoint is not None and at == DIES_AT and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             _die_after(checkpoint, 2 * K)
-        optimizer.backward(loss_of(model, data[at]), weight=1 + (at * 7 + rank) % 5)
-        optimizer.step()
+        micro_batch(model, data, optimizer, at, rank)
         optimizer.zero_grad()
         if optimizer.stepped and rank == 0 and checkpoint is not None:
             unfinished = checkpoint.with_suffix(".new")
