@@ -210,6 +210,10 @@ class Capture:
         self.hand_over()
         self.show()
 
+    def any_sharded(self) -> Slot | None:
+        """An attached slot whose parameter is a DTensor, if there is one."""
+        return next(iter(self._sharded), None)
+
     def hide(self) -> None:
         """Takes the accumulators of DTensors off their ``.grad`` before a backward: see ``sharded_capture``."""
         sharded_capture.hide(self._sharded)

@@ -247,12 +247,16 @@ class Reduction:
             self._places, self._places_sum = places, checksum(places)
         return checksum(self._settings()), self._places_sum
 
+    def _slots(self) -> list[Slot]:
+        """All that have a place, in the same order on all ranks."""
+        return [slot for arena in self._registry.arenas.values() for slot in arena.slots if slot is not None]
+
     def _settings(self) -> dict[str, Any]:
         return {**settings_of(self._optimizer.param_groups), "the number of boundaries so far": self._n_boundaries}
 
     def _of(self, kind: int, max_norm: float) -> _Facts:
         window = self._window
-        slots = [slot for arena in self._registry.arenas.values() for slot in arena.slots if slot is not None]
+        slots = self._slots()
         home = self._registry.any_arena()
         return _Facts(
             kind,
@@ -322,7 +326,7 @@ class Reduction:
     def _used_anywhere(self, ask: bool) -> dict[Slot, None]:
         """The slots that hold a gradient on any rank. They do here from now on: zeros, until the sum is there."""
         arenas = self._registry.arenas.values()
-        slots = [slot for arena in arenas for slot in arena.slots if slot is not None]
+        slots = self._slots()
         flags = [slot.param.grad is not None for slot in slots]
         if ask:
             flags = self.ranks.union(flags, self._registry.any_arena().device)

@@ -334,7 +334,8 @@ class Registry:
 
     def any_sharded(self) -> Tensor | None:
         """A parameter that is a DTensor, if there is one."""
-        return next((slot.param for slot in self.slots.values() if slot.is_sharded), None)
+        slot = self._capture.any_sharded()
+        return None if slot is None else slot.param
 
     def has_sharded(self) -> bool:
         """Whether any parameter is a DTensor."""
